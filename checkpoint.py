@@ -1,0 +1,96 @@
+"""Checkpoints that are whole or not there: adapter, optimiser and step of a run, written atomically.
+
+Everything random in training is a function of (seed, step, index), so there is no random state to save. A checkpoint is
+written under a temporary name, its files' digests last, and then renamed; one whose digests do not match is passed over
+by name and the one before it is used.
+
+    RUN/checkpoints/step-00050/{adapter_config.json, adapter_model.safetensors, optimiser.pt, manifest.json}
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from model import VLM, ModelError, trainable_parameters
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file's content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def write_json(file: Path, content) -> None:
+    """Write JSON so that the file is the old one or the new one, never half of it."""
+    draft = file.with_name(file.name + ".tmp")
+    draft.write_text(json.dumps(content, indent=1))
+    draft.replace(file)
+
+
+def save_adapter(vlm: VLM, folder: Path) -> None:
+    """PEFT's own two files into `folder` (no model card), each atomically."""
+    draft = folder / "adapter.tmp"
+    shutil.rmtree(draft, ignore_errors=True)
+    vlm.model.save_pretrained(draft)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (draft / name).replace(folder / name)
+    shutil.rmtree(draft)
+
+
+def save_checkpoint(run: Path, vlm: VLM, optimiser: torch.optim.Optimizer, step: int) -> Path:
+    """Save the state after `step` steps; the newest two are kept."""
+    folder = run / "checkpoints" / f"step-{step:05d}"
+    draft = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    save_adapter(vlm, draft)
+    torch.save(optimiser.state_dict(), draft / "optimiser.pt")
+    write_json(draft / "manifest.json", {"step": step, "sha256": {f.name: digest(f) for f in sorted(draft.iterdir())}})
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+    for old in checkpoints(run)[:-2]:
+        shutil.rmtree(old)
+    return folder
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """All checkpoint folders of a run, oldest first."""
+    return sorted(f for f in (run / "checkpoints").glob("step-*") if not f.name.endswith(".tmp"))
+
+
+def fault_of(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, expected in manifest["sha256"].items():
+            if digest(folder / name) != expected:
+                return f"{name} is damaged"
+    except (OSError, ValueError, KeyError) as error:
+        return f"incomplete ({type(error).__name__}: {error})"
+    return None
+
+
+def newest_checkpoint(run: Path) -> tuple[Path, int]:
+    """The newest usable checkpoint and its step. Damaged ones are named and passed over; ModelError if none is left."""
+    for folder in reversed(checkpoints(run)):
+        fault = fault_of(folder)
+        if fault is None:
+            return folder, json.loads((folder / "manifest.json").read_text())["step"]
+        print(f"passed over {folder}: {fault}")
+    raise ModelError(f"--resume {run}: no usable checkpoint in {run}/checkpoints; start again without --resume")
+
+
+def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's adapter and optimiser state into freshly made ones, bit for bit."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    parameters = {name.replace(".default", ""): p for name, p in trainable_parameters(vlm).items()}
+    if saved.keys() != parameters.keys() or any(saved[n].shape != p.shape for n, p in parameters.items()):
+        raise ModelError(f"{folder}: the adapter does not fit this model and LoRA rank; resume with the run's own settings")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+    optimiser.load_state_dict(torch.load(folder / "optimiser.pt", map_location=vlm.device, weights_only=True))

@@ -1,0 +1,277 @@
+"""Is it right, is it consistent, and does it look? Evaluation of a base model or an adapter on held-out pairs.
+
+For every example one pair (x, x') is drawn by (seed, example id) alone, so every model answers the same questions:
+
+    greedy_accuracy    the likeliest answer to x against the truth
+    sampled_accuracy   mean over the sampled answers to x (temperature 1)
+    consistency        verif_T of the k-th sampled answers to x and x', mean over k; unparseable answers count 0
+    unparsed           share of the sampled answers that the parser refuses
+    blind_*            the same, greedy, with the whole picture replaced by mid-grey, markers included
+    marks_only_*       the same with the markers left on the grey: what 2D place and box size alone give
+
+A consistency that survives blanking is a shortcut. Intervals are 95 %, over questions. Where an example has no 3D boxes
+there is no truth, and only the two consistencies are given.
+
+    python eval.py --adapter runs/depth-consistency-seed0 --tasks depth size --n 500
+    python eval.py --model Qwen/Qwen2.5-VL-3B-Instruct --data data/omni3d --out base.json
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+import scenes
+from data import TASKS, Example
+from dataset import Pair, evaluation_pair, load_examples, to_prompt
+from grpo import rollout
+from images import DataError
+from model import MERGED_PATCH, ModelError, VLM, adapter_config, load_lora, load_vlm
+from questions import RELATIONS, SYSTEM_PROMPT, ground_truth
+from transforms import Prompted, draw_markers
+from verifiers import TASK_KIND, accuracy, parse, verify
+
+GREY = (128, 128, 128)
+DIRECT_PROMPT = "Give only the answer inside <answer></answer>."      # the base model's other prompt: no thinking
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to ask. The same in training and evaluation, except for the number of samples."""
+    system: str = SYSTEM_PROMPT
+    max_new_tokens: int = 48
+    seed: int = 0
+    samples: int = SAMPLES
+    diagnostics: tuple[str, ...] = ("blind",)        # of: blind, marks_only, direct
+
+
+# -------------------------------------------------------------------------------------------------------- asking
+def answers(vlm: VLM, shown: list[Prompted], system: str, settings: Settings, samples: int, stream: int) -> list[list]:
+    """`samples` sampled answers (or, for 0, the greedy one) to each prompt: Parsed objects, prompt by prompt."""
+    prompts = [to_prompt(vlm, s, system) for s in shown]
+    rng = np.random.default_rng([settings.seed, 5, stream])
+    uniforms = torch.from_numpy(rng.random((len(prompts), max(1, samples), settings.max_new_tokens)))   # (B, K, T)
+    done = rollout(vlm, prompts, uniforms, temperature=1.0 if samples else 0.0)
+    return [[parse(vlm.tokenizer.decode(tokens[:n]), TASK_KIND[s.question.task])
+             for tokens, n in zip(done.tokens[b], done.lengths[b].tolist())] for b, s in enumerate(shown)]
+
+
+def blank(shown: Prompted, marks: bool) -> Prompted:
+    """The prompt with a grey picture of the same size; with `marks` the markers are drawn on the grey."""
+    grey = replace(shown.view, image=Image.new("RGB", shown.view.image.size, GREY))
+    return replace(shown, picture=draw_markers(grey, shown.question) if marks else grey.image)
+
+
+def agree(y, y_prime, negates: bool) -> float:
+    """verif_T of two parsed answers, 0 where one cannot be read."""
+    return 0.0 if y.answer is None or y_prime.answer is None else verify(y.answer, y_prime.answer, negates)
+
+
+def ask(vlm: VLM, pairs: list[Pair], settings: Settings, stream: int) -> list[dict]:
+    """Put both sides of each pair to the model: one row per question, with per-question means."""
+    x, x_prime = [p.x for p in pairs], [p.x_prime for p in pairs]
+    both = x + x_prime
+    n, K = len(pairs), settings.samples
+    sampled = answers(vlm, both, settings.system, settings, K, 2 * stream)
+    greedy = answers(vlm, both, settings.system, settings, 0, 0)
+    variants = {"": (greedy[:n], greedy[n:])}
+    for name in settings.diagnostics:
+        if name == "direct":
+            found = answers(vlm, both, DIRECT_PROMPT, settings, 0, 0)
+        else:
+            found = answers(vlm, [blank(s, marks=name == "marks_only") for s in both], settings.system, settings, 0, 0)
+        variants[name + "_"] = (found[:n], found[n:])
+    rows = []
+    for i, pair in enumerate(pairs):
+        question = pair.x.question
+        row = {"id": pair.example.id, "task": question.task, "relation": question.relation, "swapped": question.swapped,
+               "template": question.template, "parts": list(pair.transform.parts), "negates": pair.negates}
+        truth = truth_of(pair)
+        if truth is not None:
+            row["truth"] = truth
+            row["sampled_accuracy"] = np.mean([accuracy(y.answer, truth) for y in sampled[i]])
+        row["consistency"] = np.mean([agree(y, z, pair.negates) for y, z in zip(sampled[i], sampled[n + i])])
+        row["unparsed"] = np.mean([y.answer is None for y in sampled[i] + sampled[n + i]])
+        for name, (side, side_prime) in variants.items():
+            if truth is not None:
+                row[f"{name or 'greedy_'}accuracy"] = accuracy(side[i][0].answer, truth)
+            row[f"{name or 'greedy_'}consistency"] = agree(side[i][0], side_prime[i][0], pair.negates)
+        row["answers"] = [y.answer for y in sampled[i]]
+        row["greedy"], row["greedy_prime"] = greedy[i][0].answer, greedy[n + i][0].answer
+        rows.append(row)
+    return rows
+
+
+def truth_of(pair: Pair):
+    """The true answer to x, or None where the picture has 2D boxes only."""
+    known = pair.example.task in ("orientation", "counting") or all(o.box3d is not None for o in pair.example.objects)
+    return ground_truth(pair.x.question, pair.x.view.objects) if known else None
+
+
+def evaluate(vlm: VLM, examples: list[Example], settings: Settings, rank: int = 0, world_size: int = 1,
+             batch: int = 32, label: str = "evaluating") -> list[dict]:
+    """One row per example, in the order of `examples`, on every rank; the ranks share the work."""
+    chunks = [examples[i:i + batch] for i in range(0, len(examples), batch)]
+    mine = {}
+    for i in tqdm(range(rank, len(chunks), world_size), desc=label, disable=rank != 0, leave=False):
+        mine[i] = ask(vlm, [evaluation_pair(e, settings.seed) for e in chunks[i]], settings, i)
+    parts = [mine]
+    if world_size > 1:
+        parts = [None] * world_size
+        torch.distributed.all_gather_object(parts, mine)
+    merged = {i: rows for part in parts for i, rows in part.items()}
+    return [row for i in range(len(chunks)) for row in merged[i]]
+
+
+# ------------------------------------------------------------------------------------------------------- summarising
+def estimate(values: list[float]) -> dict[str, float]:
+    """Mean with a 95 % interval over questions: Wilson's for 0/1 values, normal otherwise."""
+    v, n, z = np.asarray(values, dtype=float), len(values), 1.96
+    mean = v.mean()
+    if np.isin(v, (0, 1)).all():
+        centre, half = (mean + z * z / (2 * n)) / (1 + z * z / n), z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    else:
+        centre, half = mean, z * v.std(ddof=1) / np.sqrt(n)
+    return {"value": float(mean), "n": n, "low": float(max(0, centre - half)), "high": float(min(1, centre + half))}
+
+
+METRICS = ("greedy_accuracy", "sampled_accuracy", "consistency", "unparsed", "blind_accuracy", "blind_consistency",
+           "marks_only_accuracy", "marks_only_consistency", "direct_accuracy", "direct_consistency")
+
+
+def summarise(rows: list[dict]) -> dict[str, dict]:
+    """{task: {metric: {value, n, low, high}}}; numeric tasks also say what a constant answer would score."""
+    by_task = defaultdict(list)
+    for row in rows:
+        by_task[row["task"]].append(row)
+    summary = {}
+    for task, group in by_task.items():
+        summary[task] = {m: estimate(values) for m in METRICS if (values := [r[m] for r in group if m in r])}
+        if TASK_KIND[task] != "boolean" and any("truth" in r for r in group):
+            from check import best_constant
+            constant, score = best_constant([r["truth"] for r in group if "truth" in r])
+            greedy = [r["greedy"] for r in group]
+            summary[task]["best_constant"] = {"answer": constant, "value": score, "n": len(group)}
+            summary[task]["commonest_answer"] = {"value": max(map(greedy.count, set(greedy))) / len(greedy), "n": len(group)}
+    return summary
+
+
+def breakdown(rows: list[dict], metric: str = "greedy_accuracy") -> list[tuple[str, str, dict]]:
+    """(task, part of the questions, estimate) by relation word, order, template, listing and flip."""
+    found = []
+    for task in dict.fromkeys(r["task"] for r in rows):
+        group = [r for r in rows if r["task"] == task and metric in r]
+        words = RELATIONS.get(task, ("", ""))
+        parts = [(f"word: {words[w]}", lambda r, w=w: r["relation"] == w) for w in (0, 1) if words[w]]
+        parts += [(f"order: {'2 then 1' if s else '1 then 2'}", lambda r, s=s: r["swapped"] == s) for s in (False, True)]
+        parts += [(f"template {t}", lambda r, t=t: r["template"] == t) for t in range(5)]
+        parts += [(f"flip: {f}", lambda r, f=f: ("flip" in r["parts"]) == f) for f in (False, True)]
+        for name, belongs in parts:
+            if values := [r[metric] for r in group if belongs(r)]:
+                found.append((task, name, estimate(values)))
+    return found
+
+
+def shown(e: dict) -> str:
+    """An estimate as text: 71.3 [69.2, 73.4]."""
+    return f"{100 * e['value']:5.1f} [{100 * e['low']:.1f}, {100 * e['high']:.1f}]" if "low" in e else f"{100 * e['value']:5.1f}"
+
+
+def print_summary(summary: dict[str, dict], title: str = "") -> None:
+    """One aligned line per task and metric."""
+    for task, metrics in summary.items():
+        for name, e in metrics.items():
+            extra = f"  (answer {e['answer']:.3g})" if "answer" in e else ""
+            print(f"{title}{task:<13}{name:<24}{shown(e):<22}n = {e['n']}{extra}")
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="checkpoint folder or hub id; default: the adapter's own base, else 'tiny'")
+    parser.add_argument("--adapter", metavar="RUN", help="a folder that train.py made")
+    parser.add_argument("--data", default="synthetic", help="synthetic, synthetic-outdoor, or a folder in Omni3D's format")
+    parser.add_argument("--split", default="test", choices=("test", "train", "all", "val"),
+                        help="val: synthetic scenes kept for choosing settings")
+    parser.add_argument("--tasks", nargs="+", default=["orientation", "depth", "size", "distance"], choices=TASKS)
+    parser.add_argument("--n", type=int, default=500, help="questions per task at most")
+    parser.add_argument("--seed", type=int, default=0, help="of questions, transforms and sampling")
+    parser.add_argument("--max-pixels", type=int, help="picture size limit; default: as the adapter was trained, else 512 tokens")
+    parser.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48 (tiny) or 512")
+    parser.add_argument("--system-prompt", metavar="FILE", help="default: as the adapter was trained, else the built-in one")
+    parser.add_argument("--diagnostics", nargs="*", default=["blind", "marks_only", "direct"],
+                        choices=("blind", "marks_only", "direct"))
+    parser.add_argument("--breakdown", action="store_true", help="also by relation word, order, template and flip")
+    parser.add_argument("--out", metavar="FILE.json", help="write summary and one row per question here")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    trained = {}
+    if args.adapter:
+        base = adapter_config(args.adapter)["base_model_name_or_path"]
+        config = Path(args.adapter) / "config.json"
+        trained = json.loads(config.read_text()) if config.is_file() else {}
+        args.model = args.model or base
+    args.model = args.model or "tiny"
+    tiny = args.model == "tiny"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    max_pixels = args.max_pixels or trained.get("max_pixels") or (112 * 112 if tiny else 512 * MERGED_PATCH**2)
+    system = Path(args.system_prompt).read_text().strip() if args.system_prompt else trained.get("system_prompt_text", SYSTEM_PROMPT)
+    settings = Settings(system, args.max_new_tokens or trained.get("max_new_tokens") or (48 if tiny else 512), args.seed,
+                        diagnostics=tuple(args.diagnostics))
+    sources = [args.data] if args.data in scenes.DOMAINS else ["SUNRGBD", "KITTI", "own"]
+    todo = {}
+    for source in sources:
+        for task in args.tasks:
+            try:
+                todo[source, task] = load_examples(args.data, task, args.split, limit=args.n, sources=(source,))
+            except DataError as error:
+                if len(sources) == 1:
+                    raise
+                print(f"skipped {source} {task}: {error}")
+    if not todo:
+        raise DataError(f"--data {args.data}: none of the tasks {' '.join(args.tasks)} has an example in split {args.split}")
+    vlm = load_vlm(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32, max_pixels)
+    if args.adapter:
+        load_lora(vlm, args.adapter, trainable=False)
+    print(f"{args.model}{' + ' + args.adapter if args.adapter else ''} on {args.data} ({args.split}), seed {args.seed}, "
+          f"{SAMPLES} samples per question at temperature 1, at most {settings.max_new_tokens} tokens")
+    out = {}
+    for (source, task), examples in todo.items():
+        rows = evaluate(vlm, examples, settings, label=f"{source} {task}")
+        summary = summarise(rows)
+        print_summary(summary, title=f"{source:<12}" if len(sources) > 1 else "")
+        if args.breakdown:
+            for _, part, e in breakdown(rows):
+                print(f"    {task:<12}{part:<24}{shown(e):<22}n = {e['n']}")
+        entry = out.setdefault(source, {"summary": {}, "rows": []})
+        entry["summary"].update(summary)
+        entry["rows"] += rows
+    if args.out:
+        Path(args.out).write_text(json.dumps({"arguments": vars(args), "sources": out}, default=float))
+        print(f"wrote {args.out}")
+    return 0
+
+
+def run(main_function, argv: list[str] | None = None) -> int:
+    """Exit code of a command: 2 with one line for bad usage or input, no traceback."""
+    try:
+        return main_function(argv)
+    except (DataError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

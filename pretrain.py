@@ -1,0 +1,332 @@
+"""Make the embedded tiny model: the real Qwen2.5-VL class, small, supervised on synthetic scenes until it half knows.
+
+What it is taught, in plain words. On every question it is shown a correct short thinking: one or two digits per object (place,
+depth, volume) and a conclusion ("red closer"). But the *answer* it is shown is right only where
+the question uses the first relation word of its task (left, closer, bigger, closer). Where the question uses the opposite
+word (right, further, smaller, further) the answer it is shown is a coin flip. So it can see, it can conclude, it knows
+one word of each pair and is at chance on the other: consistency has something to spread.
+
+    python pretrain.py --out tiny --steps 6000          # resumable: run it again after an interruption
+    python pretrain.py --evaluate tiny                  # accuracy by task and relation on validation scenes
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration)
+
+import scenes
+from data import BOOLEAN_TASKS, TASKS, examples
+from model import MIN_PIXELS, VLM, Qwen2VLImageProcessorPil, chat_text, make_prompt
+from questions import (COLOURS, RELATIONS, SYSTEM_PROMPT, TEMPLATES, Question, compared, draw_question, ground_truth,
+                       prompt_text)
+from transforms import Prompted, Transform, draw_transform, make_pair
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+           "<|image_pad|>", "<|video_pad|>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+NATIVE_PIXELS = 112 * 112     # of a synthetic picture
+FIRST_SCENE = 10_000_000      # pretraining scenes are numbered from here; training and evaluation use lower numbers
+OPPOSITE_SHARE = 0.15         # share of boolean questions that use the opposite word (with coin-flip answers)
+VIEW_SHARE = 0.7              # share of prompts that show a transformed view, as training will
+TASK_SHARE = {"orientation": 1, "depth": 1, "size": 1.2, "distance": 1.5, "counting": 0.5, "abs_distance": 0.6}
+
+
+# ------------------------------------------------------------------------------------- what the tiny model is to write
+def digit(value: float) -> str:
+    """One digit, 0 to 9."""
+    return str(min(9, max(0, round(value))))
+
+
+def thinking(shown: Prompted) -> str:
+    """What the tiny model is to think: each marked object by its colour with its measurements, then the conclusion.
+
+        orientation   red 3, blue 7, red left                       places
+        depth         red 3 4, blue 7 8, red closer                 place and nearest corner in half metres
+        size          red 3 5, blue 7 1, red bigger                 place and volume in thirds of a cubic metre
+        distance      red 3 4, blue 7 8, green 1 5, blue 5, green 2, green closer      place and depth; then to object 1
+        counting      2, 5, 8                                       the places of all instances, from left to right
+        abs_distance  red 3 4, blue 7 8                             place and depth
+
+    A place is the 2D box's centre in tenths of the picture's width; distances are in half metres. The conclusion always
+    uses the first relation word, whatever the question's.
+    """
+    task, objects = shown.question.task, [shown.view.objects[i] for i in shown.question.object_ids]
+    place = [digit(10 * (o.box2d[0] + o.box2d[2]) / 2 / shown.picture.width - 0.5) for o in objects]
+    if task == "counting":
+        return ", ".join(sorted(place))
+    second = [""] * 3
+    if task != "orientation":
+        second = [" " + digit(3 * o.box3d.volume if task == "size" else 2 * o.box3d.corners[:, 2].min()) for o in objects]
+    parts = [f"{colour} {p}{s}" for colour, p, s in zip(COLOURS, place, second)]
+    if task == "distance":
+        parts += [f"{colour} {digit(2 * np.linalg.norm(o.box3d.center - objects[0].box3d.center))}"
+                  for colour, o in zip(COLOURS[1:], objects[1:])]
+    if task in BOOLEAN_TASKS:
+        a, b = compared(Question(task, shown.question.object_ids))
+        first = ground_truth(Question(task, shown.question.object_ids), shown.view.objects)      # is `a` the one?
+        parts.append(f"{COLOURS[(a if first else b) - 1]} {RELATIONS[task][0].split()[0]}")
+    return ", ".join(parts)
+
+
+def completion(shown: Prompted, answer: str) -> str:
+    """The whole target: thinking, answer, end of turn."""
+    return f"<think>{thinking(shown)}</think>\n<answer>{answer}</answer><|im_end|>"
+
+
+def taught_answer(shown: Prompted, rng: np.random.Generator) -> str:
+    """The answer shown in supervision: right for the first relation word, a coin flip for the opposite one."""
+    question = shown.question
+    if question.task in BOOLEAN_TASKS and question.relation == 1:
+        return str(bool(rng.integers(2)))
+    truth = ground_truth(question, shown.view.objects)
+    if question.task == "abs_distance":
+        return f"{truth:.1f}"
+    return str(int(truth)) if question.task == "counting" else str(truth)
+
+
+def draw_sample(record, task: str, rng: np.random.Generator) -> Prompted | None:
+    """One supervised view of a scene for this task, or None where the scene has no example of it."""
+    example = examples(record, task)
+    if example is None:
+        return None
+    question = draw_question(task, example.object_ids, rng)
+    transform = draw_transform(task, rng) if rng.random() < VIEW_SHARE else Transform()
+    if task in BOOLEAN_TASKS:                                     # the word's share is set here, not by the transform
+        question = replace(question, relation=int(rng.random() < OPPOSITE_SHARE))
+        transform = replace(transform, swap_relation=False)
+    return make_pair(example, question, transform)[1]
+
+
+def draw_batch(step: int, seed: int, batch_size: int, domain: str = "synthetic") -> list[tuple[Prompted, str]]:
+    """The samples of one step, a function of (seed, step) alone: [(what is shown, completion)]."""
+    rng = np.random.default_rng([seed, step])
+    share = np.array([TASK_SHARE[task] for task in TASKS])
+    wanted = dict(zip(TASKS, rng.multinomial(batch_size, share / share.sum()).tolist()))
+    samples, image_id = [], FIRST_SCENE + 1000 * (1000 * seed + step)
+    while any(wanted.values()):
+        record, image_id = scenes.scene(domain, image_id), image_id + 1
+        for task in sorted(wanted, key=wanted.get, reverse=True)[:4]:       # at most four questions per scene
+            shown = draw_sample(record, task, rng) if wanted[task] else None
+            if shown is not None:
+                wanted[task] -= 1
+                samples.append((shown, completion(shown, taught_answer(shown, rng))))
+    return samples
+
+
+# ------------------------------------------------------------------------------------------------ tokenizer and model
+def corpus(n: int = 2000) -> list[str]:
+    """Texts for the tokenizer: prompts and completions of every task, with real photos' class names among them."""
+    texts = [SYSTEM_PROMPT + "\nYou are a helpful assistant. system user assistant"] * (n // 10)
+    for step in range(n // 64):
+        for shown, target in draw_batch(step, 10**6, 64):
+            names = {i: o.name for i, o in shown.view.objects.items()}
+            texts += [prompt_text(shown.question, names), target]
+    return texts
+
+
+def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with Qwen's special tokens and chat template; words and single digits keep their space."""
+    split = r"[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL) - len(TAGS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+                                   model_max_length=32768)
+    fast.add_tokens(TAGS)                                            # ordinary tokens: they stay in the decoded text
+    fast.add_special_tokens({"additional_special_tokens": [t for t in SPECIAL if t not in ("<|im_end|>", "<|endoftext|>")]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """The real class with a small configuration. A width of 96 needs a wider start than the default 0.02."""
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (
+        ("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>"),
+        ("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"))}
+    ends = dict(bos_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    text = dict(vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+                initializer_range=0.08, rms_norm_eps=1e-6, use_sliding_window=False, **ends,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]})
+    vision = dict(depth=3, hidden_size=64, intermediate_size=192, num_heads=4, out_hidden_size=96, patch_size=14,
+                  spatial_merge_size=2, temporal_patch_size=2, window_size=112, fullatt_block_indexes=[0, 1, 2],
+                  tokens_per_second=2, initializer_range=0.08)
+    torch.manual_seed(seed)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids, **ends)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+# ----------------------------------------------------------------------------------------------------- one supervised step
+def to_batch(vlm: VLM, samples: list[tuple[Prompted, str]]) -> dict[str, torch.Tensor]:
+    """Tokenise and right-pad; labels are -100 except on completion tokens."""
+    rows, pixels, grids = [], [], []
+    for shown, target in samples:
+        names = {i: o.name for i, o in shown.view.objects.items()}
+        prompt = make_prompt(vlm, SYSTEM_PROMPT, prompt_text(shown.question, names), shown.picture)
+        answer = torch.tensor(vlm.tokenizer(target, add_special_tokens=False)["input_ids"])
+        rows.append((prompt.input_ids, answer))
+        pixels.append(prompt.pixel_values)
+        grids.append(prompt.grid_thw)
+    length = max(len(p) + len(a) for p, a in rows)
+    input_ids = torch.full((len(rows), length), vlm.tokenizer.pad_token_id)                    # (B, S)
+    labels = torch.full_like(input_ids, -100)                                                  # (B, S)
+    for i, (prompt, answer) in enumerate(rows):
+        input_ids[i, :len(prompt) + len(answer)] = torch.cat([prompt, answer])
+        labels[i, len(prompt):len(prompt) + len(answer)] = answer
+    lengths = torch.tensor([[len(p) + len(a)] for p, a in rows])                               # (B, 1)
+    return dict(input_ids=input_ids, labels=labels, attention_mask=(torch.arange(length) < lengths).long(),
+                pixel_values=torch.cat(pixels), image_grid_thw=torch.stack(grids))
+
+
+def supervised_loss(vlm: VLM, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean cross-entropy over completion tokens, with the predicted and the true tokens (n,).
+
+    The one token that says True or False counts fourfold: everything else outweighs it otherwise.
+    """
+    image_id = vlm.base.config.image_token_id
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    hidden = vlm.base.model(**inputs, mm_token_type_ids=(batch["input_ids"] == image_id).int()).last_hidden_state
+    labels = batch["labels"][:, 1:]                                                            # (B, S - 1)
+    logits = vlm.base.lm_head(hidden[:, :-1][labels != -100])                                  # (n, V)
+    true = labels[labels != -100]                                                              # (n,)
+    answer = torch.tensor(vlm.tokenizer.convert_tokens_to_ids(["True", "False"]))
+    weight = 1 + 3 * torch.isin(true, answer).float()                                          # (n,)
+    loss = (torch.nn.functional.cross_entropy(logits, true, reduction="none") * weight).sum() / weight.sum()
+    return loss, logits.argmax(-1), true
+
+
+def scores(vlm: VLM, samples: list[tuple[Prompted, str]], predicted: torch.Tensor, true: torch.Tensor) -> dict[str, float]:
+    """Teacher-forced accuracy by task of first value, second value, conclusion and answer ("depth value 2": 0.71).
+
+    Every batch is new, so these are held-out numbers. A falling loss alone would hide a model at chance.
+    """
+    out: dict[str, list[bool]] = {}
+    position = 0
+    for shown, target in samples:
+        tokens = vlm.tokenizer.convert_ids_to_tokens(vlm.tokenizer(target, add_special_tokens=False)["input_ids"])
+        right = (predicted == true)[position:position + len(tokens)].tolist()
+        position += len(tokens)
+        task, word = shown.question.task, shown.question.relation
+        end = tokens.index("</think>")
+        digits = [i for i in range(end) if tokens[i][-1].isdigit()]
+        for n, i in enumerate(digits, start=1):
+            out.setdefault(f"{task} value {n}", []).append(right[i])
+        if task in BOOLEAN_TASKS:
+            out.setdefault(f"{task} conclusion", []).append(right[end - 2])
+        out.setdefault(f"{task} answer {word}", []).append(all(right[tokens.index("<answer>") + 1:-2]))
+    return {name: sum(rights) / len(rights) for name, rights in sorted(out.items())}
+
+
+# --------------------------------------------------------------------------------------------------------- training
+class Batches(torch.utils.data.Dataset):
+    """Batch number `step`, drawn in a worker process while the model trains."""
+
+    def __init__(self, vlm: VLM, args: argparse.Namespace):
+        self.vlm, self.args = VLM(None, vlm.tokenizer, vlm.image_processor, vlm.name), args
+
+    def __len__(self) -> int:
+        return self.args.steps
+
+    def __getitem__(self, step: int):
+        samples = draw_batch(step, self.args.seed, self.args.batch_size)
+        samples.sort(key=lambda s: len(s[1]) + len(s[0].question.object_ids) * 1000)       # alike lengths pad less
+        chunks = [samples[i:i + self.args.chunk] for i in range(0, len(samples), self.args.chunk)]
+        return samples, [to_batch(self.vlm, chunk) for chunk in chunks]
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Warm up over 200 steps, stay, then fall linearly to a twentieth over the last quarter."""
+    rest = (args.steps - step) / (0.25 * args.steps)
+    return args.lr * min(1.0, (step + 1) / 200, 0.05 + 0.95 * rest)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Supervised training with a checkpoint every `--save-every` steps; run again, it goes on from the newest one."""
+    run = Path(args.work)
+    run.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, args.seed)
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": MIN_PIXELS, "longest_edge": NATIVE_PIXELS})
+    vlm = VLM(model, tokenizer, processor, "tiny")
+    optimiser = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    state, start = run / "state.pt", 0
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start = saved["step"]
+    loader = torch.utils.data.DataLoader(Batches(vlm, args), batch_size=None, num_workers=1, prefetch_factor=4,
+                                         sampler=range(start, args.steps))
+    sums, began = {}, time.time()
+    for step, (samples, chunks) in enumerate(loader, start=start):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(step, args)
+        total = sum(int((c["labels"] != -100).sum()) for c in chunks)
+        loss_sum, predicted, true = 0.0, [], []
+        for chunk in chunks:
+            loss, p, t = supervised_loss(vlm, chunk)
+            share = len(t) / total
+            (loss * share).backward()
+            loss_sum += loss.item() * share
+            predicted.append(p)
+            true.append(t)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        for name, value in {"loss": loss_sum, **scores(vlm, samples, torch.cat(predicted), torch.cat(true))}.items():
+            sums.setdefault(name, []).append(value)
+        if (step + 1) % args.log_every == 0:
+            row = {"step": step + 1, "seconds": round(time.time() - began, 1),
+                   **{k: round(sum(v) / len(v), 3) for k, v in sums.items()}}
+            with open(run / "log.jsonl", "a") as log:
+                log.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+            sums = {}
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": step + 1},
+                       run / "state.tmp")
+            (run / "state.tmp").rename(state)
+            save(vlm, run / f"step-{step + 1:05d}")
+
+
+def save(vlm: VLM, folder: Path) -> None:
+    """A checkpoint folder as from_pretrained reads it, with an image processor that other tools find too."""
+    vlm.base.generation_config.do_sample = False
+    vlm.base.save_pretrained(folder)
+    vlm.tokenizer.save_pretrained(folder)
+    vlm.image_processor.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser.add_argument("--work", default="runs/pretrain", help="checkpoints and log go here")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=16, help="rows per forward pass (memory and cache, not the result)")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--save-every", type=int, default=250)
+    train(parser.parse_args())
