@@ -5,12 +5,15 @@ written under a temporary name, its files' digests last, and then renamed; one w
 by name and the one before it is used.
 
     RUN/checkpoints/step-00050/{adapter_config.json, adapter_model.safetensors, optimiser.pt, manifest.json}
+
+    python checkpoint.py RUN      # which checkpoints a run has, and whether they are whole
 """
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -21,7 +24,8 @@ from model import VLM, ModelError, trainable_parameters
 
 def digest(file: Path) -> str:
     """SHA-256 of a file's content."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def write_json(file: Path, content) -> None:
@@ -35,7 +39,7 @@ def save_adapter(vlm: VLM, folder: Path) -> None:
     """PEFT's own two files into `folder` (no model card), each atomically."""
     draft = folder / "adapter.tmp"
     shutil.rmtree(draft, ignore_errors=True)
-    vlm.model.save_pretrained(draft)
+    vlm.model.save_pretrained(draft, save_embedding_layers=False)      # "auto" would ask the hub about the base's name
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (draft / name).replace(folder / name)
     shutil.rmtree(draft)
@@ -69,19 +73,25 @@ def fault_of(folder: Path) -> str | None:
         for name, expected in manifest["sha256"].items():
             if digest(folder / name) != expected:
                 return f"{name} is damaged"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"incomplete ({type(error).__name__}: {error})"
     return None
 
 
-def newest_checkpoint(run: Path) -> tuple[Path, int]:
-    """The newest usable checkpoint and its step. Damaged ones are named and passed over; ModelError if none is left."""
-    for folder in reversed(checkpoints(run)):
+def newest_checkpoint(run: Path) -> tuple[Path | None, int]:
+    """The newest usable checkpoint and its step. Damaged ones are named and passed over; ModelError if none is left.
+
+    A run that was stopped before its first checkpoint gives (None, 0): begun again, it is the same run.
+    """
+    found = checkpoints(run)
+    for folder in reversed(found):
         fault = fault_of(folder)
         if fault is None:
             return folder, json.loads((folder / "manifest.json").read_text())["step"]
         print(f"passed over {folder}: {fault}")
-    raise ModelError(f"--resume {run}: no usable checkpoint in {run}/checkpoints; start again without --resume")
+    if found:
+        raise ModelError(f"--resume {run}: no usable checkpoint in {run}/checkpoints; start again without --resume")
+    return None, 0
 
 
 def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) -> None:
@@ -94,3 +104,22 @@ def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) ->
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
     optimiser.load_state_dict(torch.load(folder / "optimiser.pt", map_location=vlm.device, weights_only=True))
+
+
+def trim_log(file: Path, step: int) -> None:
+    """Cut log.jsonl back to the first `step` steps: those after the checkpoint are made again, half a line is dropped."""
+    kept = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue                      # the process was killed in the middle of it
+    draft = file.with_name(file.name + ".tmp")
+    draft.write_text("".join(kept))
+    draft.replace(file)
+
+
+if __name__ == "__main__":
+    for checkpoint in checkpoints(Path(sys.argv[1])) if len(sys.argv) == 2 else []:
+        print(checkpoint, fault_of(checkpoint) or "whole")

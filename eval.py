@@ -10,16 +10,16 @@ For every example one pair (x, x') is drawn by (seed, example id) alone, so ever
     marks_only_*       the same with the markers left on the grey: what 2D place and box size alone give
 
 A consistency that survives blanking is a shortcut. Intervals are 95 %, over questions. Where an example has no 3D boxes
-there is no truth, and only the two consistencies are given.
+there is no truth, and only consistencies are given. `direct_*` asks the same without thinking: the base's other prompt.
 
     python eval.py --adapter runs/depth-consistency-seed0 --tasks depth size --n 500
     python eval.py --model Qwen/Qwen2.5-VL-3B-Instruct --data data/omni3d --out base.json
 """
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +30,16 @@ from PIL import Image
 from tqdm import tqdm
 
 import scenes
+from check import best_constant
+from command import Parser, read_text, run
 from data import TASKS, Example
-from dataset import Pair, evaluation_pair, load_examples, to_prompt
+from dataset import TRAINED_ON, Pair, evaluation_pair, load_examples, to_prompt
 from grpo import rollout
 from images import DataError
-from model import MERGED_PATCH, ModelError, VLM, adapter_config, load_lora, load_vlm
-from questions import RELATIONS, SYSTEM_PROMPT, ground_truth
+from model import MIN_PIXELS, VLM, load_base_and_adapter
+from omni3d import SOURCES, read_folder
+from questions import RELATIONS, SYSTEM_PROMPT, Question, ground_truth
+from ranks import gather
 from transforms import Prompted, draw_markers
 from verifiers import TASK_KIND, accuracy, parse, verify
 
@@ -92,13 +96,14 @@ def ask(vlm: VLM, pairs: list[Pair], settings: Settings, stream: int) -> list[di
         variants[name + "_"] = (found[:n], found[n:])
     rows = []
     for i, pair in enumerate(pairs):
-        question = pair.x.question
-        row = {"id": pair.example.id, "task": question.task, "relation": question.relation, "swapped": question.swapped,
-               "template": question.template, "parts": list(pair.transform.parts), "negates": pair.negates}
-        truth = truth_of(pair)
+        truth, truth_prime = truths_of(pair)
+        parts = pair.transform.parts
+        row = {"id": pair.example.id, "task": pair.example.task, **wording(pair.x.question, False), "parts": list(parts),
+               "negates": pair.negates, "x_prime": wording(pair.x_prime.question, "flip" in parts)}
         if truth is not None:
             row["truth"] = truth
             row["sampled_accuracy"] = np.mean([accuracy(y.answer, truth) for y in sampled[i]])
+            row["x_prime"]["greedy_accuracy"] = accuracy(greedy[n + i][0].answer, truth_prime)
         row["consistency"] = np.mean([agree(y, z, pair.negates) for y, z in zip(sampled[i], sampled[n + i])])
         row["unparsed"] = np.mean([y.answer is None for y in sampled[i] + sampled[n + i]])
         for name, (side, side_prime) in variants.items():
@@ -111,10 +116,18 @@ def ask(vlm: VLM, pairs: list[Pair], settings: Settings, stream: int) -> list[di
     return rows
 
 
-def truth_of(pair: Pair):
-    """The true answer to x, or None where the picture has 2D boxes only."""
-    known = pair.example.task in ("orientation", "counting") or all(o.box3d is not None for o in pair.example.objects)
-    return ground_truth(pair.x.question, pair.x.view.objects) if known else None
+def wording(question: Question, flipped: bool) -> dict:
+    """What `breakdown` sorts questions by."""
+    return {"relation": question.relation, "swapped": question.swapped, "template": question.template,
+            "named": question.named, "flipped": flipped}
+
+
+def truths_of(pair: Pair) -> tuple:
+    """The true answers to x and x', or (None, None) where a detector's 2D boxes are all that is known."""
+    if any(o.box3d is None for o in pair.example.objects):
+        return None, None
+    truth = ground_truth(pair.x.question, pair.x.view.objects)
+    return truth, (truth != pair.negates if isinstance(truth, bool) else truth)
 
 
 def evaluate(vlm: VLM, examples: list[Example], settings: Settings, rank: int = 0, world_size: int = 1,
@@ -124,11 +137,7 @@ def evaluate(vlm: VLM, examples: list[Example], settings: Settings, rank: int = 
     mine = {}
     for i in tqdm(range(rank, len(chunks), world_size), desc=label, disable=rank != 0, leave=False):
         mine[i] = ask(vlm, [evaluation_pair(e, settings.seed) for e in chunks[i]], settings, i)
-    parts = [mine]
-    if world_size > 1:
-        parts = [None] * world_size
-        torch.distributed.all_gather_object(parts, mine)
-    merged = {i: rows for part in parts for i, rows in part.items()}
+    merged = {i: rows for part in gather(mine, world_size) for i, rows in part.items()}
     return [row for i in range(len(chunks)) for row in merged[i]]
 
 
@@ -140,7 +149,7 @@ def estimate(values: list[float]) -> dict[str, float]:
     if np.isin(v, (0, 1)).all():
         centre, half = (mean + z * z / (2 * n)) / (1 + z * z / n), z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     else:
-        centre, half = mean, z * v.std(ddof=1) / np.sqrt(n)
+        centre, half = mean, z * v.std(ddof=1) / np.sqrt(n) if n > 1 else np.inf
     return {"value": float(mean), "n": n, "low": float(max(0, centre - half)), "high": float(min(1, centre + half))}
 
 
@@ -156,47 +165,51 @@ def summarise(rows: list[dict]) -> dict[str, dict]:
     summary = {}
     for task, group in by_task.items():
         summary[task] = {m: estimate(values) for m in METRICS if (values := [r[m] for r in group if m in r])}
-        if TASK_KIND[task] != "boolean" and any("truth" in r for r in group):
-            from check import best_constant
-            constant, score = best_constant([r["truth"] for r in group if "truth" in r])
+        if TASK_KIND[task] != "boolean":
+            if truths := [r["truth"] for r in group if "truth" in r]:
+                constant = best_constant(truths)[0]
+                summary[task]["best_constant"] = {**estimate([accuracy(constant, t) for t in truths]), "answer": constant}
             greedy = [r["greedy"] for r in group]
-            summary[task]["best_constant"] = {"answer": constant, "value": score, "n": len(group)}
-            summary[task]["commonest_answer"] = {"value": max(map(greedy.count, set(greedy))) / len(greedy), "n": len(group)}
+            commonest = max(set(greedy), key=greedy.count)
+            summary[task]["commonest_answer"] = {**estimate([float(y == commonest) for y in greedy]), "answer": commonest}
     return summary
 
 
 def breakdown(rows: list[dict], metric: str = "greedy_accuracy") -> list[tuple[str, str, dict]]:
-    """(task, part of the questions, estimate) by relation word, order, template, listing and flip."""
+    """(task, part of the questions, estimate) by relation word, order, template, listing and flip.
+
+    Greedy accuracy is over x and x' together: only x' is ever flipped or unnamed.
+    """
     found = []
     for task in dict.fromkeys(r["task"] for r in rows):
-        group = [r for r in rows if r["task"] == task and metric in r]
-        words = RELATIONS.get(task, ("", ""))
-        parts = [(f"word: {words[w]}", lambda r, w=w: r["relation"] == w) for w in (0, 1) if words[w]]
-        parts += [(f"order: {'2 then 1' if s else '1 then 2'}", lambda r, s=s: r["swapped"] == s) for s in (False, True)]
-        parts += [(f"template {t}", lambda r, t=t: r["template"] == t) for t in range(5)]
-        parts += [(f"flip: {f}", lambda r, f=f: ("flip" in r["parts"]) == f) for f in (False, True)]
-        for name, belongs in parts:
-            if values := [r[metric] for r in group if belongs(r)]:
-                found.append((task, name, estimate(values)))
+        sides = [side for r in rows if r["task"] == task for side in (r, r["x_prime"]) if metric in side]
+        words = [word.split()[0] for word in RELATIONS.get(task, ())]
+        parts = [(f"word: {word}", "relation", value) for value, word in enumerate(words)]
+        parts += [("order: 1 then 2", "swapped", False), ("order: 2 then 1", "swapped", True)]
+        parts += [(f"template {t}", "template", t) for t in range(5)]
+        parts += [("listing: named", "named", True), ("listing: unnamed", "named", False)]
+        parts += [("flip: no", "flipped", False), ("flip: yes", "flipped", True)]
+        found += [(task, name, estimate(values)) for name, key, value in parts
+                  if (values := [side[metric] for side in sides if side[key] == value])]
     return found
 
 
 def shown(e: dict) -> str:
     """An estimate as text: 71.3 [69.2, 73.4]."""
-    return f"{100 * e['value']:5.1f} [{100 * e['low']:.1f}, {100 * e['high']:.1f}]" if "low" in e else f"{100 * e['value']:5.1f}"
+    return f"{100 * e['value']:5.1f} [{100 * e['low']:.1f}, {100 * e['high']:.1f}]"
 
 
 def print_summary(summary: dict[str, dict], title: str = "") -> None:
     """One aligned line per task and metric."""
     for task, metrics in summary.items():
         for name, e in metrics.items():
-            extra = f"  (answer {e['answer']:.3g})" if "answer" in e else ""
+            extra = f"  (answer {e['answer']})" if "answer" in e else ""
             print(f"{title}{task:<13}{name:<24}{shown(e):<22}n = {e['n']}{extra}")
 
 
 # ------------------------------------------------------------------------------------------------------- command line
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+def parse_arguments(argv: list[str] | None = None) -> Namespace:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="checkpoint folder or hub id; default: the adapter's own base, else 'tiny'")
     parser.add_argument("--adapter", metavar="RUN", help="a folder that train.py made")
     parser.add_argument("--data", default="synthetic", help="synthetic, synthetic-outdoor, or a folder in Omni3D's format")
@@ -205,53 +218,70 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=["orientation", "depth", "size", "distance"], choices=TASKS)
     parser.add_argument("--n", type=int, default=500, help="questions per task at most")
     parser.add_argument("--seed", type=int, default=0, help="of questions, transforms and sampling")
-    parser.add_argument("--max-pixels", type=int, help="picture size limit; default: as the adapter was trained, else 512 tokens")
+    parser.add_argument("--max-pixels", type=int,
+                        help="picture size limit; default: as the adapter was trained, else the checkpoint's own, at most 512 tokens")
     parser.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48 (tiny) or 512")
     parser.add_argument("--system-prompt", metavar="FILE", help="default: as the adapter was trained, else the built-in one")
     parser.add_argument("--diagnostics", nargs="*", default=["blind", "marks_only", "direct"],
                         choices=("blind", "marks_only", "direct"))
-    parser.add_argument("--breakdown", action="store_true", help="also by relation word, order, template and flip")
+    parser.add_argument("--breakdown", action="store_true", help="also by relation word, order, template, listing and flip")
     parser.add_argument("--out", metavar="FILE.json", help="write summary and one row per question here")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, least in (("n", 1), ("max_new_tokens", 1), ("max_pixels", MIN_PIXELS)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    if args.out and not Path(args.out).resolve().parent.is_dir():
+        raise DataError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it first")
+    return args
+
+
+def held_out_examples(data: str, task: str, split: str, n: int, sources: tuple[str, ...] = TRAINED_ON) -> list[Example]:
+    """Gap-filtered pairs, whatever training selects; pairs by 2D boxes only where the pictures have no 3D boxes."""
+    try:
+        return load_examples(data, task, split, "gap", n, sources)
+    except DataError:
+        try:
+            flat = load_examples(data, task, split, "2d", None, sources)
+        except DataError:
+            flat = []
+        flat = [e for e in flat if any(o.box3d is None for o in e.objects)]
+        if not flat:
+            raise
+        return flat[:n]
+
+
+def find_questions(args: Namespace) -> dict[tuple[str, str], list[Example]]:
+    """(source, task) -> examples; what a folder lacks is named and left out."""
+    sources = [args.data] if args.data in scenes.DOMAINS else sorted({s for _, s, _, _ in read_folder(args.data, SOURCES)})
+    found, missing = {}, []
+    for source in sources:
+        for task in args.tasks:
+            try:
+                found[source, task] = held_out_examples(args.data, task, args.split, args.n, (source,))
+            except DataError as error:
+                missing.append(f"{source} {task}: {error}")
+    if not found:
+        raise DataError(missing[0])
+    print("".join(f"left out: {line}\n" for line in missing), end="")
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    trained = {}
-    if args.adapter:
-        base = adapter_config(args.adapter)["base_model_name_or_path"]
-        config = Path(args.adapter) / "config.json"
-        trained = json.loads(config.read_text()) if config.is_file() else {}
-        args.model = args.model or base
-    args.model = args.model or "tiny"
-    tiny = args.model == "tiny"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    max_pixels = args.max_pixels or trained.get("max_pixels") or (112 * 112 if tiny else 512 * MERGED_PATCH**2)
-    system = Path(args.system_prompt).read_text().strip() if args.system_prompt else trained.get("system_prompt_text", SYSTEM_PROMPT)
-    settings = Settings(system, args.max_new_tokens or trained.get("max_new_tokens") or (48 if tiny else 512), args.seed,
-                        diagnostics=tuple(args.diagnostics))
-    sources = [args.data] if args.data in scenes.DOMAINS else ["SUNRGBD", "KITTI", "own"]
-    todo = {}
-    for source in sources:
-        for task in args.tasks:
-            try:
-                todo[source, task] = load_examples(args.data, task, args.split, limit=args.n, sources=(source,))
-            except DataError as error:
-                if len(sources) == 1:
-                    raise
-                print(f"skipped {source} {task}: {error}")
-    if not todo:
-        raise DataError(f"--data {args.data}: none of the tasks {' '.join(args.tasks)} has an example in split {args.split}")
-    vlm = load_vlm(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32, max_pixels)
-    if args.adapter:
-        load_lora(vlm, args.adapter, trainable=False)
-    print(f"{args.model}{' + ' + args.adapter if args.adapter else ''} on {args.data} ({args.split}), seed {args.seed}, "
-          f"{SAMPLES} samples per question at temperature 1, at most {settings.max_new_tokens} tokens")
+    questions = find_questions(args)
+    vlm, trained = load_base_and_adapter(args.model, args.adapter, args.max_pixels)
+    system = read_text(args.system_prompt, "--system-prompt") if args.system_prompt else None
+    settings = Settings(system or trained.get("system_prompt_text", SYSTEM_PROMPT),
+                        args.max_new_tokens or trained.get("max_new_tokens") or (48 if vlm.name == "tiny" else 512),
+                        args.seed, diagnostics=tuple(args.diagnostics))
+    print(f"{vlm.name}{' + ' + args.adapter if args.adapter else ''} on {args.data} ({args.split}), seed {args.seed}, "
+          f"{SAMPLES} samples per question at temperature 1, at most {settings.max_new_tokens} tokens, pictures at most "
+          f"{vlm.max_pixels:,} pixels")
     out = {}
-    for (source, task), examples in todo.items():
+    for (source, task), examples in questions.items():
         rows = evaluate(vlm, examples, settings, label=f"{source} {task}")
         summary = summarise(rows)
-        print_summary(summary, title=f"{source:<12}" if len(sources) > 1 else "")
+        print_summary(summary, title=f"{source:<12}" if args.data not in scenes.DOMAINS else "")
         if args.breakdown:
             for _, part, e in breakdown(rows):
                 print(f"    {task:<12}{part:<24}{shown(e):<22}n = {e['n']}")
@@ -259,18 +289,9 @@ def main(argv: list[str] | None = None) -> int:
         entry["summary"].update(summary)
         entry["rows"] += rows
     if args.out:
-        Path(args.out).write_text(json.dumps({"arguments": vars(args), "sources": out}, default=float))
+        Path(args.out).write_text(json.dumps({"arguments": vars(args), "sources": out}))
         print(f"wrote {args.out}")
     return 0
-
-
-def run(main_function, argv: list[str] | None = None) -> int:
-    """Exit code of a command: 2 with one line for bad usage or input, no traceback."""
-    try:
-        return main_function(argv)
-    except (DataError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ many as the picture has merged patches (a 28 x 28 pixel square each), then the t
 """
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
@@ -23,6 +25,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 ROOT = Path(__file__).resolve().parent
 MERGED_PATCH = 28            # pixels: 14-pixel patches, merged 2 x 2, give one image token
 MIN_PIXELS = 4 * MERGED_PATCH**2
+DEFAULT_PIXELS = 512 * MERGED_PATCH**2          # 512 image tokens
+FAMILY = "qwen2_5_vl"
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 # All seven projections of the language model. The vision tower has gate/up/down projections too, hence the prefix.
@@ -59,6 +63,11 @@ class VLM:
         return self.base.device
 
     @property
+    def max_pixels(self) -> int:
+        """The picture size limit in force: pixels after resizing, 784 of them are one token."""
+        return self.image_processor.size["longest_edge"]
+
+    @property
     def end_ids(self) -> list[int]:
         """Both end-of-turn tokens of the family; either ends a completion."""
         return self.tokenizer.convert_tokens_to_ids(list(END_OF_TURN))
@@ -83,19 +92,26 @@ def find_model(name: str) -> str:
     return name
 
 
-def load_vlm(name: str, device: torch.device, dtype: torch.dtype = torch.float32,
-             max_pixels: int = 512 * MERGED_PATCH**2) -> VLM:
+def load_vlm(name: str, device: torch.device, dtype: torch.dtype = torch.float32, max_pixels: int | None = None) -> VLM:
     """Load a checkpoint folder or hub id in evaluation mode with every weight frozen.
 
     `max_pixels` bounds the picture after resizing (one image token is 784 pixels); it is the same in training and
-    evaluation. Raises ModelError where the checkpoint cannot be read.
+    evaluation. None: the checkpoint's own limit, at most DEFAULT_PIXELS. Raises ModelError where it cannot be read.
     """
     path = find_model(name)
     try:
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        family = AutoConfig.from_pretrained(path).model_type
+        if family != FAMILY:
+            raise ModelError(f"a {family} checkpoint; only Qwen2.5-VL ({FAMILY}) is supported, of any size")
+        model, info = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa",
+                                                                  output_loading_info=True)
+        if info["missing_keys"]:         # the library would go on with random numbers in their place
+            raise ModelError(f"weights are missing, such as {sorted(info['missing_keys'])[0]}; fetch the checkpoint again")
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except OSError as error:
-        raise ModelError(f"--model {name}: {str(error).splitlines()[0]}") from error
+        own = Qwen2VLImageProcessorPil.from_pretrained(path).size
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"--model {name}: {first_line(error)}") from error
+    max_pixels = max_pixels or min(own.get("longest_edge") or DEFAULT_PIXELS, DEFAULT_PIXELS)
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels})
     model.requires_grad_(False)
     return VLM(model.to(device).eval(), tokenizer, processor, name)
@@ -121,21 +137,46 @@ def load_lora(vlm: VLM, folder: str | Path, trainable: bool) -> VLM:
     peft itself only warns about keys that do not match, and then scores the base model under the adapter's name.
     """
     folder = Path(folder)
-    config = adapter_config(folder)
+    base = adapter_config(folder).get("base_model_name_or_path")
+    mend = f"it was trained on {base}; give that one with --model"
+    if run_settings(folder).get("base_fingerprint", fingerprint(vlm)) != fingerprint(vlm):
+        raise ModelError(f"{folder}: the adapter belongs to another base than {vlm.name}: {mend}")
     try:
         vlm.model = PeftModel.from_pretrained(vlm.model, str(folder), is_trainable=trainable)
-    except RuntimeError as error:
-        raise ModelError(f"{folder}: the adapter does not fit {vlm.name} (it was trained on "
-                         f"{config['base_model_name_or_path']}); give that one with --model: "
-                         f"{str(error).splitlines()[-1].strip()}") from error
-    saved = load_file(folder / "adapter_model.safetensors")
+        saved = load_file(folder / "adapter_model.safetensors")
+    except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: the adapter does not fit {vlm.name} or is damaged: {mend} ({first_line(error)})") from error
     loaded = {n.replace(".default", ""): p for n, p in vlm.model.named_parameters() if "lora_" in n}
     if set(saved) != set(loaded) or any(not torch.equal(saved[n], loaded[n].detach().cpu()) for n in saved):
         odd = sorted(set(saved) ^ set(loaded)) or ["(values)"]
-        raise ModelError(f"{folder}/adapter_model.safetensors: {len(odd)} adapter weights do not match {vlm.name} "
-                         f"(first: {odd[0]}); it was trained on {config['base_model_name_or_path']}")
+        raise ModelError(f"{folder}/adapter_model.safetensors: {len(odd)} adapter weights do not match {vlm.name}: {mend} "
+                         f"(first: {odd[0]})")
     vlm.model.eval()
     return vlm
+
+
+def load_base_and_adapter(model: str | None, adapter: str | None, max_pixels: int | None = None) -> tuple[VLM, dict]:
+    """For use, not for training: the base (default: the adapter's own, else `tiny`), with the adapter on it if one is
+    given, and the settings it was trained with."""
+    trained = run_settings(adapter) if adapter else {}
+    base = adapter_config(adapter).get("base_model_name_or_path") if adapter else "tiny"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vlm = load_vlm(model or str(base), device, torch.bfloat16 if device.type == "cuda" else torch.float32,
+                   max_pixels or trained.get("max_pixels"))
+    return (load_lora(vlm, adapter, trainable=False) if adapter else vlm), trained
+
+
+def first_line(error: Exception) -> str:
+    """The line of a library's message that says what is wrong: the first, or the last where sizes do not match."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[-1 if "size mismatch" in lines[-1] else 0].strip()
+
+
+def fingerprint(vlm: VLM) -> str:
+    """Tells apart checkpoints of one shape: a digest of one matrix of the last layer, the same in fp32 and bf16."""
+    last = vlm.base.model.language_model.layers[-1].self_attn.o_proj
+    weight = getattr(last, "base_layer", last).weight.detach().to("cpu", torch.bfloat16)           # (H, H), without LoRA
+    return hashlib.sha256(weight.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def adapter_config(folder: str | Path) -> dict:
@@ -144,7 +185,24 @@ def adapter_config(folder: str | Path) -> dict:
     if not file.is_file() or not (Path(folder) / "adapter_model.safetensors").is_file():
         raise ModelError(f"{folder}: no adapter here (adapter_config.json and adapter_model.safetensors); give the run "
                          "folder that train.py printed")
-    return json.loads(file.read_text())
+    return read_settings(file)
+
+
+def run_settings(folder: str | Path) -> dict:
+    """The settings a run was trained with (its config.json), or {} where the folder has none."""
+    file = Path(folder) / "config.json"
+    return read_settings(file) if file.is_file() else {}
+
+
+def read_settings(file: Path) -> dict:
+    """A JSON file that must hold a dict."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: holds no settings")
+    return content
 
 
 def trainable_parameters(vlm: VLM) -> dict[str, torch.nn.Parameter]:

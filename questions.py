@@ -18,6 +18,7 @@ from typing import Mapping, Sequence
 import numpy as np
 
 from data import BOOLEAN_TASKS, Object
+from images import DataError
 
 COLOURS = ("red", "blue", "green")       # of objects 1, 2, 3
 MARKS = {"orientation": "dot", "size": "dot", "abs_distance": "dot", "depth": "box", "distance": "box"}  # D.2
@@ -65,6 +66,10 @@ HOW_TO_ANSWER = {task: "Answer True or False." if task in BOOLEAN_TASKS else "An
 SYSTEM_PROMPT = "First think inside <think></think>, then give only the answer inside <answer></answer>."
 
 
+PLURALS = {"person": "people", "man": "men", "woman": "women", "child": "children", "mouse": "mice", "knife": "knives",
+           "stationery": "stationery items", "toilet paper": "toilet paper rolls"}          # of the irregular names
+
+
 @dataclass(frozen=True)
 class Question:
     """`object_ids` are objects 1, 2, 3 in that order; `swapped` names the two compared ones in the other order."""
@@ -90,16 +95,16 @@ def compared(question: Question) -> tuple[int, int]:
 
 
 def plural(name: str) -> str:
-    """The class name in the plural, as a counting question needs it."""
-    if name == "person":
-        return "people"
+    """The class name in the plural, as a counting question needs it. Some of Omni3D's names are plurals already."""
+    if name in PLURALS:
+        return PLURALS[name]
     if name.endswith("shelf"):
         return name[:-1] + "ves"
-    if name.endswith("s") and not name.endswith("ss"):
+    if name.endswith(("x", "ch", "sh", "ss", "us")):
+        return name + "es"                             # boxes, couches, glasses, buses
+    if name.endswith("s"):
         return name                                    # books, shelves, clothes, blinds
-    if name.endswith(("x", "ch", "sh", "ss")):
-        return name + "es"
-    if name.endswith("y") and name[-2] not in "aeiou":
+    if name.endswith("y") and name[-2:-1] not in tuple("aeiou"):
         return name[:-1] + "ies"
     return name + "s"
 
@@ -126,13 +131,14 @@ def ground_truth(question: Question, objects: Mapping[int, Object]) -> bool | fl
 
     depth: nearest of the eight corners; size: volume; distance: between centres; orientation: centres of the 2D boxes.
     Label-free training never calls this: it is for `--reward accuracy`, the labelled probe and evaluation.
-    Raises ValueError where an object has no 3D box and the task needs one.
+    Raises DataError where an object has no 3D box and the task needs one.
     """
     task, ids = question.task, question.object_ids
     if task == "counting":
         return float(len(ids))
     if task != "orientation" and any(objects[i].box3d is None for i in ids):
-        raise ValueError(f"{task}: the answer needs a 3D box on every object asked about; these have 2D boxes only")
+        raise DataError(f"{task}: the true answer needs a 3D box on every object asked about, and these have 2D boxes "
+                        "only; train with --reward consistency, which needs no answer")
     if task == "abs_distance":
         return float(np.linalg.norm(objects[ids[0]].box3d.center - objects[ids[1]].box3d.center))
     a, b = (objects[ids[i - 1]] for i in compared(question))

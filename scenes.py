@@ -166,3 +166,25 @@ def annotate(domain: str, image_id: int) -> tuple[dict, list[dict]]:
             "lidar_pts": -1, "depth_error": -1})
     image = {"id": image_id, "width": width, "height": height, "K": K.tolist(), "file_path": f"{domain}/{image_id}"}
     return image, annotations
+
+
+def contact_sheet(domain: str, image_ids: range, columns: int = 8) -> Image.Image:
+    """Many scenes beside and below each other, the first at the top left."""
+    width, height = DOMAINS[domain].size
+    sheet = Image.new("RGB", (columns * width, -(-len(image_ids) // columns) * height), "white")
+    for n, image_id in enumerate(image_ids):
+        sheet.paste(render(domain, image_id), (n % columns * width, n // columns * height))
+    return sheet
+
+
+if __name__ == "__main__":
+    N = 500
+    sheets = [contact_sheet("synthetic", range(24)), contact_sheet("synthetic-outdoor", range(15), columns=5)]
+    both = Image.new("RGB", (max(s.width for s in sheets), sum(s.height for s in sheets)), "white")
+    for sheet, y in zip(sheets, (0, sheets[0].height)):
+        both.paste(sheet, (0, y))
+    both.save("scenes.png")
+    print(f"wrote scenes.png; of {N} scenes this many give an example:")
+    for domain in DOMAINS:
+        records = [scene(domain, image_id) for image_id in range(N)]
+        print(f"{domain:<18}", ", ".join(f"{task} {sum(data.examples(r, task) is not None for r in records)}" for task in data.TASKS))

@@ -17,18 +17,19 @@ number of negations cancels out, so phi_T is the identity or the negation, known
 perfectly consistent on depth, size and distance: no image-side part of the paper's set negates those answers.
 Differs from Figure 13 (a 50-60 % crop): crops keep 70-100 % of each side, as section D.4 says.
 
-    python transforms.py       # writes transforms.png, a sheet of pairs of synthetic scenes
+    python transforms.py       # writes transforms.png, a sheet of pairs of synthetic scenes, one for each task
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Mapping, Sequence
+from typing import Mapping
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
-from data import BOOLEAN_TASKS, Box3D, Example, Object
-from questions import MARKS, Question
+from data import BOOLEAN_TASKS, TASKS, Box3D, Example, Object, examples
+from images import size_problem
+from questions import MARKS, Question, draw_question, prompt_text
 
 PAPER_PARTS = ("flip", "crop", "jitter", "template", "swap_relation", "swap_order")
 FULL_PARTS = PAPER_PARTS + ("relabel", "unnamed")
@@ -126,11 +127,12 @@ def flip(view: View) -> View:
     """Mirror left and right. Pixel edges: x -> W - x and cx -> W - cx; in the camera frame x -> -x, R -> M R M.
 
     M R M with M = diag(-1, 1, 1) keeps det R = +1: the mirrored cuboid is again a rotated cuboid, with its corners in
-    another order (they are computed from R). Flipping twice gives the original back, bit for bit.
+    another order (they are computed from R). Flipping twice gives the original back, bit for bit, where pixel
+    coordinates lie on `view_of`'s grid.
     """
     width = view.image.width
-    K = None if view.K is None else view.K * np.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]]) + np.array(
-        [[0, 0, width - view.K[0, 2]], [0, 0, 0], [0, 0, 0]])                                    # (3, 3)
+    mirror = np.array([[-1.0, 0, width], [0, 1, 0], [0, 0, 1]])                                  # (3, 3) in pixels
+    K = None if view.K is None else mirror @ view.K @ MIRROR                                     # (3, 3)
     objects = {}
     for id_, o in view.objects.items():
         x0, y0, x1, y1 = o.box2d
@@ -143,12 +145,15 @@ def crop(view: View, share_w: float, share_h: float, at_x: float, at_y: float) -
     """Cut out a window of the given share of each side that holds every box of `view.objects` whole.
 
     `at_x`, `at_y` in [0, 1] place the window among the allowed positions. Where the boxes need more than the share, the
-    window grows to hold them; it is never under MIN_CROP pixels (or the side, if that is smaller). 3D boxes stay as
-    they are: the camera has not moved, only its principal point.
+    window grows to hold them; it is never under MIN_CROP pixels (or the side, if that is smaller). Where the window
+    would be too narrow for the model (a panorama), the picture stays whole. 3D boxes stay as they are: the camera has
+    not moved, only its principal point.
     """
     boxes = np.array([o.box2d for o in view.objects.values()])                                   # (objects, 4)
     x0, x1 = _window(view.image.width, share_w, at_x, boxes[:, 0].min(), boxes[:, 2].max())
     y0, y1 = _window(view.image.height, share_h, at_y, boxes[:, 1].min(), boxes[:, 3].max())
+    if size_problem(x1 - x0, y1 - y0):
+        return view
     K = None if view.K is None else view.K - np.array([[0, 0, x0], [0, 0, y0], [0, 0, 0]])       # (3, 3)
     objects = {id_: replace(o, box2d=(o.box2d[0] - x0, o.box2d[1] - y0, o.box2d[2] - x0, o.box2d[3] - y0))
                for id_, o in view.objects.items()}
@@ -173,15 +178,20 @@ def jitter(image: Image.Image, brightness: float, contrast: float, saturation: f
 
 # ------------------------------------------------------------------------------------------------ markers, drawn last
 def draw_markers(view: View, question: Question) -> Image.Image:
-    """The picture the model sees: object 1 red, 2 blue, 3 green, as dots or boxes by task (D.2); counting has none."""
+    """The picture the model sees: object 1 red, 2 blue, 3 green, as dots or boxes by task (D.2); counting has none.
+
+    Markers grow with the picture but leave its smallest marked object visible. They are of one size in a picture, so
+    that a dot says nothing about the size of what it marks.
+    """
     image = view.image.copy()
     if question.task not in MARKS:
         return image
-    draw = ImageDraw.Draw(image)
-    side = max(image.size)
-    line, radius = max(2, round(side / 200)), max(4, round(side / 80))             # pixels
-    for id_, colour in zip(question.object_ids, RGB.values()):
-        x0, y0, x1, y1 = view.objects[id_].box2d
+    draw, side = ImageDraw.Draw(image), max(image.size)
+    boxes = [view.objects[id_].box2d for id_ in question.object_ids]
+    smallest = min(min(x1 - x0, y1 - y0) for x0, y0, x1, y1 in boxes)
+    line = max(3, round(min(side / 200, smallest / 10)))                           # pixels
+    radius = max(5, round(min(side / 80, smallest / 6)))                           # pixels
+    for (x0, y0, x1, y1), colour in zip(boxes, RGB.values()):
         if MARKS[question.task] == "box":
             draw.rectangle((x0, y0, max(x0, x1 - 1), max(y0, y1 - 1)), outline=colour, width=line)
         else:
@@ -200,8 +210,15 @@ class Prompted:
 
 
 def view_of(example: Example) -> View:
-    """The untransformed view of an example: its picture with the objects asked about."""
-    return View(example.record.load(), example.record.K, {o.id: o for o in example.objects})
+    """The untransformed view of an example: its picture with the objects asked about, 2D boxes and camera on the grid."""
+    K = example.record.K
+    objects = {o.id: replace(o, box2d=tuple(on_grid(np.array(o.box2d)).tolist())) for o in example.objects}
+    return View(example.record.load(), None if K is None else on_grid(K), objects)
+
+
+def on_grid(pixels: np.ndarray) -> np.ndarray:
+    """Rounded to 2^-32 px: W - x is then exact in double precision, so mirroring twice loses nothing."""
+    return np.round(pixels * 2.0**32) / 2.0**32
 
 
 def prompted(view: View, question: Question) -> Prompted:
@@ -214,3 +231,36 @@ def make_pair(example: Example, question: Question, transform: Transform) -> tup
     view = view_of(example)
     return (prompted(view, question),
             prompted(apply_to_view(transform, view), apply_to_question(transform, question)))
+
+
+# ----------------------------------------------------------------------------------------------------- a sheet to look at
+def draw_sheet(pairs: list[tuple[Prompted, Prompted, Transform]], zoom: int = 3, line: int = 12) -> Image.Image:
+    """Pairs one below the other: T and what it does to the answer, then x and x' side by side, each over its prompt."""
+    column = max(470, *(zoom * side.picture.width + 10 for pair in pairs for side in pair[:2]))         # pixels
+    heights = [zoom * max(x.picture.height, x_prime.picture.height) + 7 * line for x, x_prime, _ in pairs]
+    sheet = Image.new("RGB", (2 * column, sum(heights)), "white")
+    draw, y = ImageDraw.Draw(sheet), 0
+    for (x, x_prime, transform), height in zip(pairs, heights):
+        effect = "differ" if negates(transform, x.question.task) else "match"
+        title = f"{x.question.task}: T = {', '.join(transform.parts) or 'identity'}: answers must {effect}"
+        draw.text((5, y + 2), title, "black")
+        for left, side in ((5, x), (column + 5, x_prime)):
+            picture = side.picture.resize((zoom * side.picture.width, zoom * side.picture.height), Image.Resampling.NEAREST)
+            sheet.paste(picture, (left, y + line + 4))
+            words = prompt_text(side.question, {i: o.name for i, o in side.view.objects.items()})
+            draw.multiline_text((left, y + line + 6 + picture.height), words, "black", spacing=1)
+        y += height
+    return sheet
+
+
+if __name__ == "__main__":
+    from scenes import scene
+
+    demo = []
+    for seed, task in enumerate(TASKS):
+        rng = np.random.default_rng(seed)
+        example = next(filter(None, (examples(scene("synthetic", i), task) for i in range(10 * seed, 1000))))
+        transform = draw_transform(task, rng)
+        demo.append((*make_pair(example, draw_question(task, example.object_ids, rng), transform), transform))
+    draw_sheet(demo).save("transforms.png")
+    print(f"wrote transforms.png: x and x' = T(x) for {', '.join(TASKS)}")

@@ -9,17 +9,11 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from model import LORA_TARGETS, Prompt
+
 VOCABULARY = 320
 END_OF_TURN, END_OF_TEXT, VISION_START, VISION_END, IMAGE, VIDEO = range(310, 316)
 PROCESSOR = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=512 * 784)
-LORA_TARGETS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-
-
-@dataclass
-class RandomPrompt:
-    input_ids: torch.Tensor  # (P,)
-    pixel_values: torch.Tensor  # (patches, 1176)
-    grid_thw: torch.Tensor  # (3,)
 
 
 @dataclass
@@ -82,7 +76,7 @@ def random_prompt(text_tokens, width, height, seed=0):
     grid_thw = pixels["image_grid_thw"][0]  # (3,)
     image = [VISION_START, *[IMAGE] * (int(grid_thw.prod()) // 4), VISION_END]
     text = rng.integers(0, 300, text_tokens).tolist()
-    return RandomPrompt(torch.tensor(text[:3] + image + text[3:]), pixels["pixel_values"], grid_thw)
+    return Prompt(torch.tensor(text[:3] + image + text[3:]), pixels["pixel_values"], grid_thw)
 
 
 def mixed_prompts():

@@ -3,6 +3,7 @@ import copy
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import grpo
 import sampling
 from grpo import Rollout, backward, backward_repeated, completion_logprobs, logprobs_of, policy_loss, rollout
 from model import LORA_TARGETS
+from pairing import group_advantages
 
 FORBIDDEN = [VISION_START, VISION_END, IMAGE, VIDEO]
 
@@ -242,6 +244,9 @@ def test_folding_leaves_a_plain_model_and_a_switched_off_adapter_alone():
                                   for n, w in plain.base.state_dict().items()}, strict=False)
     expected = rollout(plain, prompts, uniforms(3, 2, 6), 1.0).tokens
     assert not rollout(adapted, prompts, uniforms(3, 2, 6), 1.0).tokens.equal(expected)
+    with adapted.model.disable_adapter(), sampling.folded_lora(adapted):
+        assert all(torch.equal(plain.base.state_dict()[n.replace(".base_layer", "")], w)
+                   for n, w in adapted.base.state_dict().items() if "lora" not in n)
     with adapted.model.disable_adapter():
         assert rollout(adapted, prompts, uniforms(3, 2, 6), 1.0).tokens.equal(expected)
 
@@ -448,6 +453,16 @@ def test_a_batch_without_a_usable_token_changes_nothing_and_is_finite():
 
 
 @pytest.mark.fast
+def test_advantages_are_those_of_one_prompt_and_a_uniform_batch_has_none():
+    """Prompt A rewards all with 1, prompt B all with 0: a spread over the batch, none within a group."""
+    groups = [group_advantages(np.full(4, r), np.full(4, r) ** 2) for r in (1.0, 0.0)]  # 2 x (K,)
+    assert not np.any(groups)
+    vlm, prompts = random_vlm(), mixed_prompts()[:2]
+    completions = rollout(vlm, prompts, uniforms(2, 4, 5), 1.0)
+    assert gradients(vlm, lambda: backward(vlm, prompts, completions, torch.tensor(np.stack(groups)), 1.0, 1)) == {}
+
+
+@pytest.mark.fast
 def test_a_completion_cap_of_one_token_still_trains_where_rewards_differ():
     vlm, prompts = random_vlm(), mixed_prompts()
     completions = rollout(vlm, prompts, uniforms(3, 4, 1), 1.0)
@@ -482,6 +497,14 @@ def test_bf16_weights_with_fp32_lora_give_finite_gradients_near_those_of_fp32():
 
 
 # -------------------------------------------------------------------------------------------------------- several ranks
+@pytest.mark.fast
+def test_one_rank_alone_keeps_its_gradients_and_gets_zeros_where_it_has_none():
+    parameters = [torch.nn.Parameter(torch.randn(2, 3)), torch.nn.Parameter(torch.randn(4))]
+    parameters[0].grad = expected = torch.randn(2, 3)
+    grpo.all_reduce_gradients(iter(parameters), world_size=1)
+    assert torch.equal(parameters[0].grad, expected) and torch.equal(parameters[1].grad, torch.zeros(4))
+
+
 def one_rank(rank, world_size, port, completions, advantages, folder):
     """Each rank has its half of the prompts; pairs counts those of both."""
     torch.set_num_threads(1)
