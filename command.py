@@ -8,13 +8,15 @@ Exit codes: 0 done; 2 bad usage or input, one line on stderr that names the mend
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 from images import DataError
-from model import ModelError
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +31,8 @@ class Parser(argparse.ArgumentParser):
 
 def run(main: Callable[[], int]) -> int:
     """The exit code of a command."""
+    from model import ModelError                     # here, so that a script without a model need not wait for torch
+
     quiet_libraries()
     try:
         return main()
@@ -47,6 +51,19 @@ def quiet_libraries() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)   # peft's own call
+
+
+@contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """Within, Ctrl-C and SIGTERM only leave a note, so that a step can be finished and saved; a second one ends at once."""
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: os._exit(1) if noted else noted.append(n))
+              for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def one_line(text: object) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def load_lora(vlm: VLM, folder: str | Path, trainable: bool) -> VLM:
     if run_settings(folder).get("base_fingerprint", fingerprint(vlm)) != fingerprint(vlm):
         raise ModelError(f"{folder}: the adapter belongs to another base than {vlm.name}: {mend}")
     try:
-        vlm.model = PeftModel.from_pretrained(vlm.model, str(folder), is_trainable=trainable)
+        with warnings.catch_warnings(action="ignore"):         # of keys that do not match: they are an error below
+            vlm.model = PeftModel.from_pretrained(vlm.model, str(folder), is_trainable=trainable)
         saved = load_file(folder / "adapter_model.safetensors")
     except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         raise ModelError(f"{folder}: the adapter does not fit {vlm.name} or is damaged: {mend} ({first_line(error)})") from error

@@ -6,8 +6,8 @@ the question uses the first relation word of its task (left, closer, bigger, clo
 word (right, further, smaller, further) the answer it is shown is a coin flip. So it can see, it can conclude, it knows
 one word of each pair and is at chance on the other: consistency has something to spread.
 
-    python pretrain.py --out tiny --steps 6000          # resumable: run it again after an interruption
-    python pretrain.py --evaluate tiny                  # accuracy by task and relation on validation scenes
+    python pretrain.py --work runs/pretrain             # resumable: run it again after an interruption
+    python eval.py --model runs/pretrain/step-02800 --split val --breakdown       # by task and relation word
 """
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import argparse
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration)
+from transformers import (AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration)
 
 import scenes
 from data import BOOLEAN_TASKS, TASKS, examples
@@ -44,11 +44,33 @@ CHAT_TEMPLATE = (
 
 NATIVE_PIXELS = 112 * 112     # of a synthetic picture
 FIRST_SCENE = 10_000_000      # pretraining scenes are numbered from here; training and evaluation use lower numbers
-OPPOSITE_SHARE = 0.15         # share of boolean questions that use the opposite word (with coin-flip answers)
 VIEW_SHARE = 0.7              # share of prompts that show a transformed view, as training will
-EARLY_STEPS = 600             # the eye opens sooner on few tasks
-EARLY_SHARE = {"orientation": 1, "depth": 1, "size": 0, "distance": 0, "counting": 0, "abs_distance": 0}
-TASK_SHARE = {"orientation": 1, "depth": 1, "size": 1.2, "distance": 1.5, "counting": 0.5, "abs_distance": 0.6}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From step `start` on: what a batch holds."""
+    start: int
+    share: dict[str, float]               # of each task
+    whole_object: bool = False            # does PatchProbe see the whole object, or the token of its mark only?
+    opposite_share: float = 0.15          # share of boolean questions that use the opposite word
+    opposite_right: float = 0.5           # and how often the answer shown to them is right
+
+
+# The eye opens soonest on two tasks; size, which needs extent and depth together, comes last and needs a push. In the
+# last stage the opposite word gets answers that are a little better than a coin.
+STAGES = (
+    Stage(0, {"orientation": 1, "depth": 1}),
+    Stage(600, {"orientation": 1, "depth": 1, "size": 1.2, "distance": 1.5, "counting": 0.5, "abs_distance": 0.6}),
+    Stage(1500, {"orientation": 0.5, "depth": 0.7, "size": 4, "distance": 0.8, "counting": 0.5, "abs_distance": 0.5}, True),
+    Stage(2800, {"orientation": 1, "depth": 1, "size": 1.5, "distance": 1.2, "counting": 0.5, "abs_distance": 0.5}, True,
+          opposite_share=0.5, opposite_right=0.65),
+)
+
+
+def stage_at(step: int) -> Stage:
+    """The last stage that has begun."""
+    return [stage for stage in STAGES if stage.start <= step][-1]
 
 
 # ------------------------------------------------------------------------------------- what the tiny model is to write
@@ -95,18 +117,18 @@ def completion(shown: Prompted, answer: str) -> str:
     return f"<think>{thinking(shown)}</think>\n<answer>{answer}</answer><|im_end|>"
 
 
-def taught_answer(shown: Prompted, rng: np.random.Generator) -> str:
-    """The answer shown in supervision: right for the first relation word, a coin flip for the opposite one."""
+def taught_answer(shown: Prompted, opposite_right: float, rng: np.random.Generator) -> str:
+    """The answer shown in supervision: right for the first relation word, right with this probability for the opposite."""
     question = shown.question
-    if question.task in BOOLEAN_TASKS and question.relation == 1:
-        return str(bool(rng.integers(2)))
     truth = ground_truth(question, shown.view.objects)
+    if question.task in BOOLEAN_TASKS and question.relation == 1:
+        return str(truth == (rng.random() < opposite_right))
     if question.task == "abs_distance":
         return f"{truth:.1f}"
     return str(int(truth)) if question.task == "counting" else str(truth)
 
 
-def draw_sample(record, task: str, rng: np.random.Generator) -> Prompted | None:
+def draw_sample(record, task: str, opposite_share: float, rng: np.random.Generator) -> Prompted | None:
     """One supervised view of a scene for this task, or None where the scene has no example of it."""
     example = examples(record, task)
     if example is None:
@@ -114,24 +136,24 @@ def draw_sample(record, task: str, rng: np.random.Generator) -> Prompted | None:
     question = draw_question(task, example.object_ids, rng)
     transform = draw_transform(task, rng) if rng.random() < VIEW_SHARE else Transform()
     if task in BOOLEAN_TASKS:                                     # the word's share is set here, not by the transform
-        question = replace(question, relation=int(rng.random() < OPPOSITE_SHARE))
+        question = replace(question, relation=int(rng.random() < opposite_share))
         transform = replace(transform, swap_relation=False)
     return make_pair(example, question, transform)[1]
 
 
 def draw_batch(step: int, seed: int, batch_size: int, domain: str = "synthetic") -> list[tuple[Prompted, str]]:
     """The samples of one step, a function of (seed, step) alone: [(what is shown, completion)]."""
-    rng = np.random.default_rng([seed, step])
-    share = np.array([(EARLY_SHARE if step < EARLY_STEPS else TASK_SHARE)[task] for task in TASKS])
+    rng, stage = np.random.default_rng([seed, step]), stage_at(step)
+    share = np.array([stage.share.get(task, 0) for task in TASKS])
     wanted = dict(zip(TASKS, rng.multinomial(batch_size, share / share.sum()).tolist()))
     samples, image_id = [], FIRST_SCENE + 1000 * (1000 * seed + step)
     while any(wanted.values()):
         record, image_id = scenes.scene(domain, image_id), image_id + 1
         for task in sorted(wanted, key=wanted.get, reverse=True)[:4]:       # at most four questions per scene
-            shown = draw_sample(record, task, rng) if wanted[task] else None
+            shown = draw_sample(record, task, stage.opposite_share, rng) if wanted[task] else None
             if shown is not None:
                 wanted[task] -= 1
-                samples.append((shown, completion(shown, taught_answer(shown, rng))))
+                samples.append((shown, completion(shown, taught_answer(shown, stage.opposite_right, rng))))
     return samples
 
 
@@ -203,7 +225,7 @@ class PatchProbe(torch.nn.Linear):
         return 3 * marked + 10 * error.square().sum() / known.sum()
 
 
-def probe_targets(shown: Prompted, rows: int, columns: int) -> torch.Tensor:
+def probe_targets(shown: Prompted, rows: int, columns: int, whole_object: bool) -> torch.Tensor:
     """(rows * columns, 6) targets for PatchProbe, image tokens in reading order."""
     targets = np.full((rows, columns, 6), np.nan)
     targets[..., :3] = 0
@@ -213,16 +235,18 @@ def probe_targets(shown: Prompted, rows: int, columns: int) -> torch.Tensor:
         for k, i in enumerate(shown.question.object_ids):
             o = shown.view.objects[i]
             x0, y0, x1, y1 = np.array(o.box2d) * ([columns / width, rows / height] * 2)          # in image tokens
-            cells = {(int((y0 + y1) / 2), int((x0 + x1) / 2))}                                   # where the dot is
+            marked = {(int((y0 + y1) / 2), int((x0 + x1) / 2))}                                  # where the dot is
+            inside = {(r, c) for r in range(rows) for c in range(columns) if y0 < r + 0.5 < y1 and x0 < c + 0.5 < x1}
             if MARKS[shown.question.task] == "box":
-                cells |= {(r, c) for r in range(rows) for c in range(columns) if y0 < r + 0.5 < y1 and x0 < c + 0.5 < x1}
-            for r, c in cells:
+                marked |= inside
+            for r, c in marked:
                 targets[r, c, k] = 1
+            for r, c in marked | inside if whole_object else marked:
                 targets[r, c, 3:] = o.box3d.corners[:, 2].min() / 5, o.box3d.volume / 3, (x0 + x1) / 2 / columns
     return torch.tensor(targets, dtype=torch.float32).view(-1, 6)                                # (rows * columns, 6)
 
 
-def to_batch(vlm: VLM, samples: list[tuple[Prompted, str]]) -> dict[str, torch.Tensor]:
+def to_batch(vlm: VLM, samples: list[tuple[Prompted, str]], whole_object: bool = False) -> dict[str, torch.Tensor]:
     """Tokenise and right-pad; labels are -100 except on completion tokens."""
     rows, pixels, grids, probes = [], [], [], []
     for shown, target in samples:
@@ -232,7 +256,7 @@ def to_batch(vlm: VLM, samples: list[tuple[Prompted, str]]) -> dict[str, torch.T
         rows.append((prompt.input_ids, answer))
         pixels.append(prompt.pixel_values)
         grids.append(prompt.grid_thw)
-        probes.append(probe_targets(shown, *(prompt.grid_thw[1:] // 2).tolist()))
+        probes.append(probe_targets(shown, *(prompt.grid_thw[1:] // 2).tolist(), whole_object))
     length = max(len(p) + len(a) for p, a in rows)
     input_ids = torch.full((len(rows), length), vlm.tokenizer.pad_token_id)                    # (B, S)
     labels = torch.full_like(input_ids, -100)                                                  # (B, S)
@@ -298,20 +322,22 @@ class Batches(torch.utils.data.Dataset):
         samples = draw_batch(step, self.args.seed, self.args.batch_size)
         samples.sort(key=lambda s: len(s[1]) + len(s[0].question.object_ids) * 1000)       # alike lengths pad less
         chunks = [samples[i:i + self.args.chunk] for i in range(0, len(samples), self.args.chunk)]
-        return samples, [to_batch(self.vlm, chunk) for chunk in chunks]
+        return samples, [to_batch(self.vlm, chunk, stage_at(step).whole_object) for chunk in chunks]
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Warm up over 200 steps, stay, then fall linearly to a twentieth over the last quarter."""
-    rest = (args.steps - step) / (0.25 * args.steps)
-    return args.lr * min(1.0, (step + 1) / 200, 0.05 + 0.95 * rest)
+    """Warm up over 200 steps, stay, fall linearly to a twentieth from step 2100 to the last stage, and stay there."""
+    rest = (STAGES[-1].start - step) / 700
+    return args.lr * min(1.0, (step + 1) / 200, max(0.05, 0.05 + 0.95 * rest))
 
 
 def train(args: argparse.Namespace) -> None:
     """Supervised training with a checkpoint every `--save-every` steps; run again, it goes on from the newest one."""
     run = Path(args.work)
     run.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    if not (run / "tokenizer").is_dir():
+        build_tokenizer().save_pretrained(run / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")       # a resumed run must not build another one
     model = build_model(tokenizer, args.seed)
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": MIN_PIXELS, "longest_edge": NATIVE_PIXELS})
     vlm = VLM(model, tokenizer, processor, "tiny")
@@ -325,6 +351,8 @@ def train(args: argparse.Namespace) -> None:
         probe.load_state_dict(saved["probe"])
         optimiser.load_state_dict(saved["optimiser"])
         start = saved["step"]
+        rows = [row for row in (run / "log.jsonl").read_text().splitlines() if json.loads(row)["step"] <= start]
+        (run / "log.jsonl").write_text("".join(row + "\n" for row in rows))
     loader = torch.utils.data.DataLoader(Batches(vlm, args), batch_size=None, num_workers=1, prefetch_factor=4,
                                          sampler=range(start, args.steps))
     sums, began = {}, time.time()
@@ -370,7 +398,7 @@ def save(vlm: VLM, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--work", default="runs/pretrain", help="checkpoints and log go here")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=16, help="rows per forward pass (memory and cache, not the result)")
     parser.add_argument("--lr", type=float, default=2e-3)

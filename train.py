@@ -11,14 +11,11 @@ advantages per group instead of a shared one, the tie-averaged matching, two mor
 """
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
-import signal
 import sys
 import time
-from datetime import timedelta
+from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
 from pathlib import Path
 
 import peft
@@ -26,17 +23,20 @@ import torch
 import transformers
 from tqdm import tqdm
 
-import scenes
-from checkpoint import load_checkpoint, newest_checkpoint, save_adapter, save_checkpoint, write_json
+from checkpoint import load_checkpoint, newest_checkpoint, save_adapter, save_checkpoint, trim_log, write_json
+from command import Parser, interruptions, one_line, read_text, run as run_command
 from data import BOOLEAN_TASKS, TASKS, Example
 from dataset import Pair, draw_pair, draw_uniforms, evaluation_pair, load_examples, tasks_of, to_prompt
-from eval import Settings, answers, estimate, evaluate, run as run_command, shown, summarise
+from eval import Settings, answers, evaluate, held_out_examples, print_summary, shown, summarise
 from grpo import all_reduce_gradients, backward, rollout
 from images import DataError
-from model import (MERGED_PATCH, ROOT, VLM, ModelError, add_lora, image_tokens, load_vlm, trainable_parameters)
-from pairing import PAIRINGS
+from model import (MERGED_PATCH, MIN_PIXELS, VLM, ModelError, add_lora, fingerprint, load_vlm, run_settings,
+                   trainable_parameters)
+from pairing import PAIRINGS, verifier_matrix
 from plots import plot_curves, plot_pairs
-from questions import SYSTEM_PROMPT, TEMPLATES
+from preflight import refuse_long, say_hello, self_check
+from questions import SYSTEM_PROMPT, prompt_text
+from ranks import agree_on, gather, mean_over_ranks, setup
 from rewards import REWARDS, advantages_of, make_reward
 from transforms import TRANSFORM_SETS
 from verifiers import TASK_KIND, parse
@@ -54,9 +54,8 @@ PAPER_DATA = "data/omni3d"
 CLIP_NORM = 1.0                    # gradient norm; the paper does not say: ours
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0],
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def parse_arguments(argv: list[str] | None = None) -> Namespace:
+    p = Parser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     p.add_argument("--task", choices=(*TASKS, "joint"), help="joint: the four boolean tasks shuffled together")
     # what to train, on what; None means: from the preset
     p.add_argument("--preset", default="auto", choices=("auto", *PRESETS), help="auto: paper if CUDA and data are there, else tiny")
@@ -80,7 +79,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-prompt-tokens", type=int, default=2048, help="longer prompts are refused by id, never cut")
     p.add_argument("--max-pixels", type=int, help="picture size after resizing; 784 pixels are one token")
     p.add_argument("--tokens-per-microbatch", type=int, default=16384, help="memory only; the update does not depend on it")
-    p.add_argument("--activation-checkpointing", action=argparse.BooleanOptionalAction, default=None, help="memory only")
+    p.add_argument("--activation-checkpointing", action=BooleanOptionalAction, default=None, help="memory only")
     p.add_argument("--system-prompt", metavar="FILE", help="a system prompt of your own")
     # running
     p.add_argument("--seed", type=int, default=0, help="of the adapter, the order, the transforms and the sampling")
@@ -93,27 +92,33 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.task is None and args.resume is None:
         p.error(f"--task is needed: one of {', '.join((*TASKS, 'joint'))}")
+    marked = vars(p.parse_args(argv, Namespace(**dict.fromkeys(vars(args), p))))    # what is not given keeps its mark
+    args.given = sorted(name for name, value in marked.items() if value is not p)
     return args
 
 
-def settle(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
+def settle(args: Namespace) -> tuple[Namespace, str]:
     """Fill in what was not given, from the run to resume or from the preset, and refuse impossible combinations.
 
     Returns the effective settings and the reason for the preset in one sentence.
     """
     if args.resume:
-        return resumed(args), f"settings of {args.resume}"
-    args.preset, reason = choose_preset(args.preset)
-    defaults = dict(PRESETS[args.preset])
-    if args.preset == "paper" and args.task == "joint":
-        defaults["steps"] = JOINT_STEPS
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.eval_every = args.eval_every or max(1, args.steps // 10)
-    args.system_prompt_text = read_prompt(args.system_prompt) if args.system_prompt else SYSTEM_PROMPT
+        args, reason = resumed(args), f"settings of {args.resume}"
+    else:
+        args.preset, reason = choose_preset(args.preset)
+        defaults = dict(PRESETS[args.preset])
+        if args.preset == "paper" and args.task == "joint":
+            defaults["steps"] = JOINT_STEPS
+        for name, value in defaults.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        args.eval_every = max(1, args.steps // 10) if args.eval_every is None else args.eval_every
+        args.system_prompt_text = read_text(args.system_prompt, "--system-prompt") if args.system_prompt else SYSTEM_PROMPT
+        if args.out and Path(args.out).exists() and (not Path(args.out).is_dir() or any(Path(args.out).iterdir())):
+            raise DataError(f"--out {args.out} exists and is not empty; go on with it by --resume {args.out}, or give another name")
     for name, least in (("steps", 1), ("pairs_per_device", 1), ("group_size", 2), ("lora_rank", 1), ("max_new_tokens", 1),
-                        ("save_every", 1), ("max_pixels", 4 * MERGED_PATCH**2)):
+                        ("save_every", 1), ("eval_every", 1), ("eval_size", 0), ("tokens_per_microbatch", 1), ("seed", 0),
+                        ("max_prompt_tokens", 1), ("max_pixels", MIN_PIXELS)):
         if getattr(args, name) < least:
             why = " (a completion is compared with the others of its group)" if name == "group_size" else ""
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}{why}")
@@ -136,144 +141,62 @@ def choose_preset(preset: str) -> tuple[str, str]:
                     f"pictures into {PAPER_DATA}/SUNRGBD, and run on a CUDA machine (README: your own GPUs)")
 
 
-def resumed(args: argparse.Namespace) -> argparse.Namespace:
+def resumed(args: Namespace) -> Namespace:
     """The settings of the run to resume. Only flags that do not change the run may be given beside --resume."""
-    config = Path(args.resume) / "config.json"
-    if not config.is_file():
-        raise DataError(f"--resume {args.resume}: no config.json there; give the folder that train.py printed")
-    saved, fresh = json.loads(config.read_text()), vars(parse_arguments(["--resume", args.resume]))
-    given = {k for k, v in vars(args).items() if v != fresh[k]}
-    free = {"resume", "steps", "save_every", "eval_every", "tokens_per_microbatch", "activation_checkpointing", "pairs_per_device"}
-    if wrong := sorted(k for k in given - free if getattr(args, k) != saved.get(k)):
-        raise DataError(f"--resume {args.resume}: --{wrong[0].replace('_', '-')} differs from the run's own "
-                        f"{saved.get(wrong[0])!r}; leave it out, or start a new run")
-    return argparse.Namespace(**{**saved, **{k: getattr(args, k) for k in given}, "out": args.resume, "resume": args.resume})
+    saved = run_settings(args.resume)
+    if not {"task", "model", "pairs_per_step", "base_fingerprint"} <= saved.keys():
+        raise DataError(f"--resume {args.resume}: no config.json of a run there; give the folder that train.py printed")
+    free = {"resume", "steps", "save_every", "eval_every", "tokens_per_microbatch", "activation_checkpointing"}
+    for name in args.given:
+        if name not in free and getattr(args, name) != saved.get(name):
+            raise DataError(f"--resume {args.resume}: --{name.replace('_', '-')} {getattr(args, name)} differs from the run's "
+                            f"own {saved.get(name)}; leave it out, or start a new run")
+    given = {name: getattr(args, name) for name in args.given}
+    return Namespace(**{**vars(args), **saved, **given, "out": args.resume, "resume": args.resume})
 
 
-def read_prompt(file: str) -> str:
-    """The text of --system-prompt."""
-    try:
-        return Path(file).read_text().strip()
-    except OSError as error:
-        raise DataError(f"--system-prompt {file}: {error.strerror}; give a text file") from None
-
-
-# --------------------------------------------------------------------------------------------------------- distributed
-def setup() -> tuple[int, int, torch.device]:
-    """(rank, world size, device). Without torchrun this is (0, 1, device), and nothing else branches."""
-    rank, local_rank, world_size, local_size = (int(os.environ.get(name, default)) for name, default in (
-        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
-    cuda = torch.cuda.is_available()
-    if cuda and local_size > torch.cuda.device_count():
-        raise DataError(f"{local_size} processes but {torch.cuda.device_count()} GPUs here: give torchrun "
-                        f"--nproc_per_node {torch.cuda.device_count()}")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if world_size > 1:
-        torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=30))
-    return rank, world_size, device
-
-
-def mean_over_ranks(values: dict[str, float], world_size: int, device: torch.device) -> dict[str, float]:
-    """Average a step's numbers over the ranks, in one call."""
-    flat = torch.tensor(list(values.values()), dtype=torch.float64, device=device)                # (numbers,)
-    if world_size > 1:
-        torch.distributed.all_reduce(flat)
-    return dict(zip(values, (flat / world_size).tolist()))
-
-
-def agree_on(value, world_size: int):
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if world_size > 1:
-        torch.distributed.broadcast_object_list(box)
-    return box[0]
+def share_pairs(args: Namespace, world_size: int) -> None:
+    """A resumed run keeps its pairs per step, however many processes share them now."""
+    if args.resume:
+        if args.pairs_per_step % world_size:
+            fit = [n for n in range(1, args.pairs_per_step + 1) if args.pairs_per_step % n == 0]
+            raise DataError(f"--resume: {args.pairs_per_step} pairs a step cannot be shared by {world_size} processes; "
+                            f"use {', '.join(map(str, fit))}")
+        args.pairs_per_device = args.pairs_per_step // world_size
+    args.pairs_per_step = world_size * args.pairs_per_device
 
 
 # ---------------------------------------------------------------------------------------------------- before the loop
-def new_folder(args: argparse.Namespace) -> Path:
-    """The run's folder, made. An explicit one that holds something is refused; the default counts on."""
-    if args.out:
-        run = Path(args.out)
-        if run.exists() and (not run.is_dir() or any(run.iterdir())):
-            raise DataError(f"--out {run} exists and is not empty; go on with it by --resume {run}, or give another name")
-    else:
-        stem, n = f"runs/{args.task}-{args.reward}-seed{args.seed}", 2
-        run = Path(stem)
-        while run.exists():
-            run, n = Path(f"{stem}-{n}"), n + 1
+def new_folder(args: Namespace) -> Path:
+    """Make the run's folder: --out, else runs/TASK-REWARD-seedN, else that with -2, -3 ..."""
+    stem, n = args.out or f"runs/{args.task}-{args.reward}-seed{args.seed}", 2
+    run = Path(stem)
+    while not args.out and run.exists():
+        run, n = Path(f"{stem}-{n}"), n + 1
     run.mkdir(parents=True, exist_ok=True)
     return run
 
 
-def refuse_long(vlm: VLM, examples: list[Example], args: argparse.Namespace) -> list[Example]:
-    """Examples whose longest possible prompt is over --max-prompt-tokens are named and left out: prompts are never cut."""
-    kept = []
-    for e in examples:
-        words = " ".join(o.name for o in e.objects) + args.system_prompt_text + max(TEMPLATES[e.task], key=len) * 2
-        length = image_tokens(e.record.width, e.record.height, args.max_pixels) + len(vlm.tokenizer(words)["input_ids"]) + 64
-        if length <= args.max_prompt_tokens:
-            kept.append(e)
-        else:
-            print(f"left out: {e.id} may need {length} prompt tokens, over --max-prompt-tokens {args.max_prompt_tokens}")
-    if not kept:
-        raise DataError(f"every example needs more than --max-prompt-tokens {args.max_prompt_tokens}: raise it or lower --max-pixels")
-    return kept
-
-
-def self_check(vlm: VLM, pair: Pair, args: argparse.Namespace) -> None:
-    """One backward pass with advantages of +1 and -1: every LoRA B must get a gradient, or training would do nothing."""
-    prompts = [to_prompt(vlm, side, args.system_prompt_text) for side in (pair.x, pair.x_prime)]
-    completions = rollout(vlm, prompts, draw_uniforms(args.seed, 0, 0, 2, 8), args.temperature)     # (2, 2, 8)
-    backward(vlm, prompts, completions, torch.tensor([[1.0, -1.0], [1.0, -1.0]]) + 0.5, args.temperature, pairs=1,
-             activation_checkpointing=args.activation_checkpointing)
-    dead = [n for n, p in trainable_parameters(vlm).items() if "lora_B" in n and (p.grad is None or not p.grad.any())]
-    vlm.model.zero_grad(set_to_none=True)
-    if dead:
-        raise ModelError(f"self-check: {len(dead)} LoRA matrices get no gradient (first: {dead[0]}); nothing would be trained")
-
-
-def say_hello(vlm: VLM, args: argparse.Namespace, reason: str, world_size: int, n_examples: int) -> None:
-    """What will run: preset and why, what is trainable, the batch as one sentence, how answers are sampled."""
-    counts, total = {}, sum(p.numel() for p in vlm.base.parameters())
-    for name, parameter in trainable_parameters(vlm).items():
-        module = name.split(".lora_")[0].split(".")[-1]
-        n, size = counts.get(module, (0, 0))
-        counts[module] = n + ("lora_A" in name), size + parameter.numel()
-    trained = sum(size for _, size in counts.values())
-    pairs = world_size * args.pairs_per_device
-    print(f"preset {args.preset}: {reason}\n"
-          f"model {args.model}, data {args.data} ({n_examples} training examples of {args.task}), reward {args.reward}, "
-          f"pairing {args.pairing}, transforms {args.transforms}, select {args.select}\n"
-          f"trainable: {trained:,} of {total:,} weights, LoRA rank {args.lora_rank} (alpha {2 * args.lora_rank}) on "
-          + ", ".join(f"{n} x {module}" for module, (n, _) in counts.items()) + "; vision tower: 0\n"
-          f"batch: {world_size} rank{'s' * (world_size > 1)} x {args.pairs_per_device} pairs x 2 prompts x {args.group_size} "
-          f"completions = {pairs * 2 * args.group_size} answers per step, {args.steps} steps at rate {args.lr:g}\n"
-          f"sampling: temperature {args.temperature:g}, no top-k, no top-p, no penalties, at most {args.max_new_tokens} tokens; "
-          f"pictures at most {args.max_pixels:,} pixels ({args.max_pixels // MERGED_PATCH**2} tokens)", flush=True)
-
-
 # ------------------------------------------------------------------------------------------------------------ one step
 def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Example], reward, step: int, rank: int,
-               world_size: int, args: argparse.Namespace) -> tuple[dict[str, float], tuple]:
+               world_size: int, args: Namespace) -> tuple[dict, str]:
     """Algorithm 1 on this rank's share of the batch. Returns the numbers to log and one pair with its answers."""
     began = time.perf_counter()
-    K, pairs_per_step = args.group_size, world_size * args.pairs_per_device
-    mine = range(rank * args.pairs_per_device, (rank + 1) * args.pairs_per_device)
-    pairs = [draw_pair(examples, args.seed, step, i, pairs_per_step, args.transforms) for i in mine]       # B / 2
+    K, mine = args.group_size, range(rank * args.pairs_per_device, (rank + 1) * args.pairs_per_device)
+    pairs = [draw_pair(examples, args.seed, step, i, args.pairs_per_step, args.transforms) for i in mine]          # B / 2
     prompts = [to_prompt(vlm, side, args.system_prompt_text) for pair in pairs for side in (pair.x, pair.x_prime)]  # B
     uniforms = torch.cat([draw_uniforms(args.seed, step, i, K, args.max_new_tokens) for i in mine])        # (B, K, T)
     completions = rollout(vlm, prompts, uniforms, args.temperature)
     sampled = time.perf_counter()
 
-    parsed = [[parse(vlm.tokenizer.decode(tokens[:n]), TASK_KIND[pairs[b // 2].example.task])
-               for tokens, n in zip(completions.tokens[b], completions.lengths[b].tolist())] for b in range(len(prompts))]
+    texts = [[vlm.tokenizer.decode(tokens[:n]) for tokens, n in zip(*group)]
+             for group in zip(completions.tokens, completions.lengths.tolist())]                           # B x K
+    parsed = [[parse(text, TASK_KIND[pairs[b // 2].example.task]) for text in texts[b]] for b in range(len(texts))]
     rewards = [reward(pair, y, y_prime) for pair, y, y_prime in zip(pairs, parsed[::2], parsed[1::2])]
     advantages = torch.cat([torch.from_numpy(advantages_of(r, y, y_prime))
                             for r, y, y_prime in zip(rewards, parsed[::2], parsed[1::2])])                # (B, K)
-    stats = backward(vlm, prompts, completions, advantages, args.temperature, pairs_per_step, args.tokens_per_microbatch,
-                     args.activation_checkpointing)
+    stats = backward(vlm, prompts, completions, advantages, args.temperature, args.pairs_per_step,
+                     args.tokens_per_microbatch, args.activation_checkpointing)
     parameters = list(trainable_parameters(vlm).values())
     all_reduce_gradients(parameters, world_size)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM, error_if_nonfinite=True).item()
@@ -288,157 +211,158 @@ def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Exampl
            "no_spread": (~advantages.any(1)).float().mean().item(), "unparsed": sum(p.answer is None for p in every) / len(every),
            "length": completions.lengths.float().mean().item(), "grad_norm": grad_norm, **stats,
            "seconds_rollout": sampled - began, "seconds_update": time.perf_counter() - sampled}
-    return mean_over_ranks(log, world_size, vlm.device), (pairs[0], parsed[0][0], parsed[1][0])
+    log = mean_over_ranks(log, world_size, vlm.device)
+    log["ids"] = sum(gather([pair.example.id for pair in pairs], world_size), [])
+    return log, in_words(pairs[0], texts[:2], parsed[:2])
 
 
 def agreement(y: list, y_prime: list, negates: bool) -> float:
     """Mean verif_T over all K x K answer pairs, unparseable ones counting 0: a consistency that no pairing rule shapes."""
-    from pairing import verifier_matrix
     return float(verifier_matrix([p.answer for p in y], [p.answer for p in y_prime], negates).sum()) / (len(y) * len(y_prime))
 
 
-COLUMNS = ("reward", "task_reward", "format", "consistency", "no_spread", "unparsed", "truncated", "length", "grad_norm")
+def in_words(pair: Pair, texts: list[list[str]], parsed: list[list]) -> str:
+    """One pair to look at: both questions, the first completion of each, what was read from it and why."""
+    lines = [f"      {pair.example.id}, T = {', '.join(pair.transform.parts) or 'identity'}: answers must "
+             f"{'differ' if pair.negates else 'match'}"]
+    for side, said, verdicts in zip((pair.x, pair.x_prime), texts, parsed):
+        question = prompt_text(side.question, {i: o.name for i, o in side.view.objects.items()}).splitlines()[-2]
+        lines.append(f"        {question}  ->  {one_line(said[0])}  [{verdicts[0].answer}: {verdicts[0].reason}]")
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
+COLUMNS = ("reward", "task_reward", "format", "consistency", "no_spread", "unparsed", "truncated", "length", "grad_norm")
+
+
 def main(argv: list[str] | None = None) -> int:
     began = time.time()
     args, reason = settle(parse_arguments(argv))
     rank, world_size, device = setup()
-    if args.resume and args.pairs_per_step != world_size * args.pairs_per_device:
-        if args.pairs_per_step % world_size:
-            raise DataError(f"--resume: {args.pairs_per_step} pairs a step cannot be shared by {world_size} processes")
-        args.pairs_per_device = args.pairs_per_step // world_size
-    args.pairs_per_step = world_size * args.pairs_per_device
+    share_pairs(args, world_size)
+    print(f"preset {args.preset}: {reason}", flush=True)
     reward = make_reward(args.reward, args.pairing, args.label_noise, args.seed)
-
+    examples = load_examples(args.data, args.task, "train", args.select)
+    held_out = held_out_questions(args) if args.eval_size else []
     vlm = load_vlm(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32, args.max_pixels)
-    vlm = add_lora(vlm, args.lora_rank, args.seed)
-    examples = refuse_long(vlm, load_examples(args.data, args.task, "train", args.select), args)
-    held_out = held_out_examples(args) if args.eval_size else []
-    run = Path(agree_on(str(args.resume or new_folder(args)) if rank == 0 else None, world_size))
-    optimiser = torch.optim.AdamW(trainable_parameters(vlm).values(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    if rank == 0:
-        say_hello(vlm, args, reason, world_size, len(examples))
-        if not args.resume:
-            versions = {m.__name__: m.__version__ for m in (torch, transformers, peft)} | {"python": platform.python_version()}
-            write_json(run / "config.json", {**vars(args), "world_size": world_size, "versions": versions})
+    if args.resume and fingerprint(vlm) != args.base_fingerprint:
+        raise ModelError(f"--resume {args.resume}: --model {args.model} is no longer the base it was begun with; start a new run")
+    args.base_fingerprint = fingerprint(vlm)
+    add_lora(vlm, args.lora_rank, args.seed)
+    say_hello(vlm, args, world_size, len(examples))
+    examples = refuse_long(vlm, examples, args)
     self_check(vlm, draw_pair(examples, args.seed, 0, 0, args.pairs_per_step, args.transforms), args)
+    optimiser = torch.optim.AdamW(trainable_parameters(vlm).values(), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
-    settings = Settings(args.system_prompt_text, args.max_new_tokens, seed=0)
-    start, before = 0, None
+    run, start = Path(agree_on(str(args.resume or new_folder(args)) if rank == 0 else None, world_size)), 0
     if args.resume:
         folder, start = newest_checkpoint(run)
-        load_checkpoint(folder, vlm, optimiser)
-        if (run / "before.json").is_file():
-            before = json.loads((run / "before.json").read_text())
-        if rank == 0:
-            print(f"resuming {run} after step {start} of {args.steps}")
-            keep = [line for line in (run / "log.jsonl").read_text().splitlines() if json.loads(line)["step"] <= start]
-            (run / "log.jsonl").write_text("".join(line + "\n" for line in keep))
+        if folder is not None:
+            load_checkpoint(folder, vlm, optimiser)
+        print(f"resuming {run} after step {start} of {args.steps}")
+    args.out = str(run)
+    if rank == 0:
+        trim_log(run / "log.jsonl", start)
+        versions = {m.__name__: m.__version__ for m in (torch, transformers, peft)} | {"python": platform.python_version()}
+        write_json(run / "config.json", {**vars(args), "resume": None, "world_size": world_size, "versions": versions})
+    try:
+        finished = measured_training(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args)
+    except KeyboardInterrupt:
+        finished = False
+    print(f"{run} is complete: adapter, log.jsonl, curves.png, pairs.png, eval.json; {time.time() - began:.0f} s in all"
+          if finished else f"stopped; go on with: python train.py --resume {run}", flush=True)
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+    return 0 if finished else 1
+
+
+def measured_training(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args) -> bool:
+    """Measure, train, measure again, leave everything in `run`. False if a signal stopped it."""
+    settings = Settings(args.system_prompt_text, args.max_new_tokens)
+    file = run / "before.json"
+    before = agree_on(json.loads(file.read_text()) if rank == 0 and file.is_file() else None, world_size)
     if held_out and before is None:
         with vlm.model.disable_adapter():
             before = evaluate(vlm, held_out, settings, rank, world_size, label="before training")
         if rank == 0:
-            write_json(run / "before.json", before)
-            print_metrics("before", before)
-
-    train(vlm, optimiser, examples, held_out[:64], reward, start, run, rank, world_size, args)
-
-    after = evaluate(vlm, held_out, settings, rank, world_size, label="after training") if held_out else None
+            write_json(file, before)
+        print_summary(summarise(before), title="before  ")
+    if not train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args):
+        return False
+    after = evaluate(vlm, held_out, settings, rank, world_size, label="after training")
     if rank == 0:
-        finish(vlm, run, before, after, settings, held_out, args)
-        print(f"{run} is complete: adapter, log.jsonl, curves.png, pairs.png, eval.json; {time.time() - began:.0f} s in all")
-    if world_size > 1:
-        torch.distributed.destroy_process_group()
-    return 0
+        save_adapter(vlm, run)
+        plot_curves(run)
+        draw_pairs(vlm, run / "pairs.png", held_out or examples, settings)
+        if held_out:
+            write_json(run / "after.json", after)
+            write_json(run / "eval.json", {"before": summarise(before), "after": summarise(after)})
+            print_comparison(before, after)
+    return True
 
 
-def train(vlm, optimiser, examples, probe, reward, start, run, rank, world_size, args) -> None:
-    """The loop: steps, the log, the probe (its labels are for curves.png only), checkpoints, Ctrl-C."""
-    stop = []
-    handlers = {s: signal.signal(s, lambda number, _: stop.append(number) if not stop else os._exit(1))
-                for s in (signal.SIGINT, signal.SIGTERM)}
+def train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args) -> bool:
+    """The loop: steps, the log, the probe (its labels are for curves.png only), checkpoints. False if a signal stopped it."""
+    probe = held_out[::max(1, len(held_out) // 64)][:64]
     probe_settings = Settings(args.system_prompt_text, args.max_new_tokens, samples=1, diagnostics=())
-    if rank == 0 and start == 0:
-        tqdm.write("step  " + "  ".join(f"{name:>11}" for name in COLUMNS) + "      s")
+    tqdm.write("step  " + "  ".join(f"{name:>11}" for name in COLUMNS) + "      s")
     bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc="training", disable=rank != 0)
-    for step in bar:
-        log, (pair, y, y_prime) = train_step(vlm, optimiser, examples, reward, step, rank, world_size, args)
-        interrupted = mean_over_ranks({"stop": float(bool(stop))}, world_size, vlm.device)["stop"] > 0    # all ranks agree
-        done = step + 1
-        if rank == 0:
-            record(run, {"step": done, **log})
+    with bar, interruptions() as signals:
+        for step in bar:
+            log, pair = train_step(vlm, optimiser, examples, reward, step, rank, world_size, args)
+            stop = mean_over_ranks({"signals": len(signals)}, world_size, vlm.device)["signals"] > 0      # all ranks agree
+            done = step + 1
             tqdm.write(f"{done:4d}  " + "  ".join(f"{log[name]:11.3f}" for name in COLUMNS)
                        + f"  {log['seconds_rollout'] + log['seconds_update']:5.2f}")
             if log["truncated"] == 1.0:
                 tqdm.write(f"warning: 100 % of the completions were cut off at {args.max_new_tokens} tokens; raise --max-new-tokens")
-        if probe and (done % args.eval_every == 0 or done == args.steps):
-            rows = evaluate(vlm, probe, probe_settings, rank, world_size, label="probe")
+            if done % args.eval_every == 0 or done == args.steps:
+                tqdm.write(pair)
+                rows = evaluate(vlm, probe, probe_settings, rank, world_size, label="probe")
+                for name in ("accuracy", "consistency"):
+                    values = [r[f"greedy_{name}"] for r in rows if f"greedy_{name}" in r]
+                    log |= {f"probe_{name}": sum(values) / len(values)} if values else {}
             if rank == 0:
-                truths = [r["greedy_accuracy"] for r in rows if "greedy_accuracy" in r]
-                record(run, {"step": done, "probe_accuracy": sum(truths) / len(truths) if truths else None,
-                             "probe_consistency": sum(r["greedy_consistency"] for r in rows) / len(rows)})
-                tqdm.write(f"      one pair, answers must {'differ' if pair.negates else 'match'}: "
-                           f"{y.answer} ({y.reason}) and {y_prime.answer} ({y_prime.reason})")
-        if rank == 0 and (done % args.save_every == 0 or done == args.steps or interrupted):
-            save_checkpoint(run, vlm, optimiser, done)
-        if interrupted:
-            bar.close()
-            if rank == 0:
-                print(f"stopped after step {done}; go on with: python train.py --resume {run}")
-            sys.exit(1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+                with open(run / "log.jsonl", "a") as file:
+                    file.write(json.dumps({"step": done, **log}) + "\n")
+                if done % args.save_every == 0 or done == args.steps or stop:
+                    save_checkpoint(run, vlm, optimiser, done)
+            if stop:
+                return False
+    return True
 
 
-def record(run: Path, row: dict) -> None:
-    """Append one line to log.jsonl."""
-    with open(run / "log.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\n")
+def held_out_questions(args: Namespace) -> list[Example]:
+    """--eval-size questions of each task that training never sees."""
+    try:
+        return [e for task in tasks_of(args.task) for e in held_out_examples(args.data, task, args.eval_split, args.eval_size)]
+    except DataError as error:
+        raise DataError(f"{error}; or train without evaluation: --eval-size 0") from None
 
 
-def held_out_examples(args: argparse.Namespace) -> list[Example]:
-    """The held-out questions: gap-filtered pairs, whatever training selects; 2D ones where no picture has 3D boxes."""
-    found, split = [], args.eval_split
-    for task in tasks_of(args.task):
-        try:
-            found += load_examples(args.data, task, split, "gap", args.eval_size)
-        except DataError:
-            found += load_examples(args.data, task, split, "2d", args.eval_size)
-    return found
-
-
-def print_metrics(name: str, rows: list[dict]) -> None:
-    for task, metrics in summarise(rows).items():
-        for metric, e in metrics.items():
-            print(f"{name:<8}{task:<13}{metric:<20}{shown(e):<22}n = {e['n']}")
-
-
-def finish(vlm: VLM, run: Path, before: list[dict], after: list[dict], settings: Settings, held_out, args) -> None:
-    """Leave the adapter, the pictures and eval.json, and print one table: before, after, difference paired by question."""
-    save_adapter(vlm, run)
-    plot_curves(run)
-    pairs = [evaluation_pair(e, settings.seed) for e in (held_out or load_examples(args.data, args.task, "train", args.select, 6))[:6]]
+def draw_pairs(vlm: VLM, file: Path, examples: list[Example], settings: Settings) -> None:
+    """pairs.png: six pairs with the trained model's greedy answers."""
+    pairs = [evaluation_pair(e, settings.seed) for e in examples[::max(1, len(examples) // 6)][:6]]
     said = [answers(vlm, side, settings.system, settings, 0, 0) for side in ([p.x for p in pairs], [p.x_prime for p in pairs])]
-    plot_pairs(run / "pairs.png", pairs, [(str(a[0].answer), str(b[0].answer)) for a, b in zip(*said)])
-    if not held_out:
-        return
-    write_json(run / "eval.json", {"before": summarise(before), "after": summarise(after)})
-    write_json(run / "after.json", after)
+    plot_pairs(file, pairs, [(str(a[0].answer), str(b[0].answer)) for a, b in zip(*said)])
+
+
+def print_comparison(before: list[dict], after: list[dict]) -> None:
+    """The final table: before, after, and the difference paired by question."""
+    old, new = summarise(before), summarise(after)
     print(f"\n{'task':<13}{'metric':<20}{'before':<22}{'after':<22}{'difference':<22}n")
-    for task, metrics in summarise(after).items():
+    for task, metrics in new.items():
         for metric, e in metrics.items():
-            old = summarise(before)[task].get(metric)
             changes = [b[metric] - a[metric] for a, b in zip(before, after) if b["task"] == task and metric in b]
-            change = difference(changes) if changes else ""
-            print(f"{task:<13}{metric:<20}{shown(old):<22}{shown(e):<22}{change:<22}{e['n']}")
+            print(f"{task:<13}{metric:<20}{shown(old[task][metric]):<22}{shown(e):<22}"
+                  f"{difference(changes) if changes else '':<22}{e['n']}")
 
 
 def difference(changes: list[float]) -> str:
     """Mean change with a 95 % interval over questions, in points: +12.3 [+8.1, +16.5]."""
-    mean, half = (lambda v: (v.mean().item(), 1.96 * v.std().item() / len(v) ** 0.5))(torch.tensor(changes, dtype=torch.float64))
-    return f"{100 * mean:+5.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
+    v = 100 * torch.tensor(changes, dtype=torch.float64)                                          # (n,)
+    mean, half = v.mean().item(), 1.96 * v.std().item() / len(v) ** 0.5 if len(v) > 1 else float("inf")
+    return f"{mean:+5.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
 
 
 if __name__ == "__main__":
