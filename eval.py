@@ -135,7 +135,7 @@ def evaluate(vlm: VLM, examples: list[Example], settings: Settings, rank: int = 
     """One row per example, in the order of `examples`, on every rank; the ranks share the work."""
     chunks = [examples[i:i + batch] for i in range(0, len(examples), batch)]
     mine = {}
-    for i in tqdm(range(rank, len(chunks), world_size), desc=label, disable=rank != 0, leave=False):
+    for i in tqdm(range(rank, len(chunks), world_size), desc=label, disable=rank != 0 or not chunks, leave=False):
         mine[i] = ask(vlm, [evaluation_pair(e, settings.seed) for e in chunks[i]], settings, i)
     merged = {i: rows for part in gather(mine, world_size) for i, rows in part.items()}
     return [row for i in range(len(chunks)) for row in merged[i]]

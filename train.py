@@ -46,7 +46,7 @@ from verifiers import TASK_KIND, parse
 PRESETS = {
     "paper": dict(model="Qwen/Qwen2.5-VL-3B-Instruct", data="data/omni3d", lr=1e-6, steps=500, max_new_tokens=512,
                   max_pixels=512 * MERGED_PATCH**2, activation_checkpointing=True, eval_size=200),
-    "tiny": dict(model="tiny", data="synthetic", lr=2e-4, steps=150, max_new_tokens=48, max_pixels=112 * 112,
+    "tiny": dict(model="tiny", data="synthetic", lr=5e-4, steps=300, max_new_tokens=48, max_pixels=112 * 112,
                  activation_checkpointing=False, eval_size=300),
 }
 JOINT_STEPS = 2000                 # of the paper's recipe, for --task joint
@@ -344,7 +344,7 @@ def draw_pairs(vlm: VLM, file: Path, examples: list[Example], settings: Settings
     """pairs.png: six pairs with the trained model's greedy answers."""
     pairs = [evaluation_pair(e, settings.seed) for e in examples[::max(1, len(examples) // 6)][:6]]
     said = [answers(vlm, side, settings.system, settings, 0, 0) for side in ([p.x for p in pairs], [p.x_prime for p in pairs])]
-    plot_pairs(file, pairs, [(str(a[0].answer), str(b[0].answer)) for a, b in zip(*said)])
+    plot_pairs(file, pairs, [(y.answer, y_prime.answer) for (y,), (y_prime,) in zip(*said)])
 
 
 def print_comparison(before: list[dict], after: list[dict]) -> None:

@@ -91,6 +91,7 @@ def test_an_example_met_again_is_asked_and_transformed_anew():
     pairs = [draw_pair(examples, 0, step, 0, 1) for step in range(20)]
     assert len({p.example.id for p in pairs}) == 1 and len({fingerprint(p) for p in pairs}) == 20
     assert {p.x.question.relation for p in pairs} == {0, 1} == {int(p.negates) for p in pairs}
+    assert len({(p.x.question, p.transform) for p in (draw_pair(examples, 0, 0, i, 8) for i in range(8))}) == 8  # places too
 
 
 @fast

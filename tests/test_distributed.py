@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import ROOT, flags, log_of, parity, write_photos
+from toy import ROOT, flags, log_of, shortcuts, write_photos
 
-import eval as evaluation
 import ranks
 import train
 from dataset import draw_uniforms, load_examples
@@ -105,8 +104,7 @@ def alone(base, photos, tmp_path_factory):
     """One rank with four pairs a step."""
     run = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "parse", parity)
-        patch.setattr(evaluation, "parse", parity)
+        shortcuts(patch)
         assert train.main(flags(base, photos, run, pairs_per_device=4, **OPTIONS)) == 0
         longer = shutil.copytree(run, run.parent / "longer")
         assert train.main(["--resume", str(longer), "--steps", "3"]) == 0

@@ -199,8 +199,7 @@ def test_evaluation_takes_gap_filtered_pairs_and_2d_ones_only_where_nothing_else
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-def test_an_adapter_brings_its_base_and_settings_two_sources_make_one_table_and_out_is_json(base, photos, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "parse", parity)
+def test_an_adapter_brings_its_base_and_settings_two_sources_make_one_table_and_out_is_json(base, photos, tmp_path, capsys, quick):
     prompt = tmp_path / "system.txt"
     prompt.write_text("Answer.")
     run = tmp_path / "run"

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import eval as evaluation
 import pretrain
 import scenes
+import train
 from data import examples, hashed
 from model import MIN_PIXELS, VLM, Qwen2VLImageProcessorPil
 from verifiers import Parsed
@@ -63,5 +65,14 @@ def parity(text, kind):
     return Parsed(len(text) % 2 == 0 if kind == "boolean" else float(1 + len(text) % 3), True, "ok")
 
 
+def shortcuts(patch):
+    """A learning signal for a random model, and no pictures at the end of a run."""
+    for module in (train, evaluation):
+        patch.setattr(module, "parse", parity)
+    for name in ("plot_curves", "plot_pairs"):
+        patch.setattr(train, name, lambda *_: None)
+
+
 def log_of(run):
+    """The rows of log.jsonl."""
     return [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
