@@ -187,4 +187,5 @@ if __name__ == "__main__":
     print(f"wrote scenes.png; of {N} scenes this many give an example:")
     for domain in DOMAINS:
         records = [scene(domain, image_id) for image_id in range(N)]
-        print(f"{domain:<18}", ", ".join(f"{task} {sum(data.examples(r, task) is not None for r in records)}" for task in data.TASKS))
+        given = {task: sum(data.examples(r, task) is not None for r in records) for task in data.TASKS}
+        print(f"{domain:<18}", ", ".join(f"{task} {n}" for task, n in given.items()))
