@@ -136,18 +136,18 @@ def render(domain: str, image_id: int) -> Image.Image:
 
 
 def annotate(domain: str, image_id: int) -> tuple[dict, list[dict]]:
-    """The scene as Omni3D's `image` and `annotation` dicts; visibility is counted on a painted map of object ids."""
+    """The scene as Omni3D's `image` and `annotation` dicts. Visible pixels are counted on a painted map of object ids.
+
+    `visibility` is given as unknown (-1), as in SUN RGB-D, except for a cuboid that is wholly hidden (0). So the filter lets
+    partly hidden ones through: 8 to 20 % of the examples have an object of which less than half is seen.
+    """
     K, _, _, cuboids = draw_scene(domain, image_id)
     width, height = DOMAINS[domain].size
-    owner, areas = Image.new("L", (width, height), 255), {}
+    owner = Image.new("L", (width, height), 255)
     draw = ImageDraw.Draw(owner)
     for index, cuboid in far_to_near(cuboids):
-        alone = Image.new("1", (width, height))
-        pencil = ImageDraw.Draw(alone)
         for _, polygon in cuboid.faces:
             draw.polygon(polygon, fill=index)
-            pencil.polygon(polygon, fill=1)
-        areas[index] = alone.histogram()[-1]
     seen = owner.histogram()
     annotations = []
     for index, cuboid in enumerate(cuboids):
@@ -161,7 +161,7 @@ def annotate(domain: str, image_id: int) -> tuple[dict, list[dict]]:
             "behind_camera": bool((cuboid.corners[:, 2] <= 0.05).any()),
             "bbox2D_tight": [-1, -1, -1, -1], "bbox2D_proj": list(proj), "bbox2D_trunc": list(trunc),
             "center_cam": cuboid.center.tolist(), "dimensions": list(cuboid.whl), "R_cam": cuboid.R.tolist(),
-            "bbox3D_cam": cuboid.corners.tolist(), "visibility": seen[index] / max(1, areas[index]),
+            "bbox3D_cam": cuboid.corners.tolist(), "visibility": -1 if seen[index] else 0,
             "truncation": 1 - inside / ((x1 - x0) * (y1 - y0)), "segmentation_pts": seen[index],
             "lidar_pts": -1, "depth_error": -1})
     image = {"id": image_id, "width": width, "height": height, "K": K.tolist(), "file_path": f"{domain}/{image_id}"}

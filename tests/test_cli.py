@@ -116,6 +116,12 @@ def test_bad_data_and_folders_are_one_line_before_any_long_work(base, photos, ru
 
 
 @fast
+def test_asking_for_the_papers_recipe_without_its_data_says_where_to_put_it(tmp_path, capsys, monkeypatch, nothing_long):
+    monkeypatch.chdir(tmp_path)
+    refused(train, ["--task", "depth", "--preset", "paper"], capsys, "data/omni3d: no images of SUNRGBD or own in .*; put annotation files there")
+
+
+@fast
 def test_a_model_that_is_not_there_is_one_line(photos, tmp_path, capsys):
     refused(train, flags("nowhere", photos, tmp_path / "out"), capsys, "--model nowhere: no config.json there; give a checkpoint folder")
     assert not (tmp_path / "out").exists()
