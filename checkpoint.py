@@ -103,7 +103,7 @@ def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) ->
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
-    optimiser.load_state_dict(torch.load(folder / "optimiser.pt", map_location=vlm.device, weights_only=True))
+    optimiser.load_state_dict(torch.load(folder / "optimiser.pt", map_location="cpu", weights_only=True))
 
 
 def trim_log(file: Path, step: int) -> None:

@@ -36,7 +36,7 @@ from data import TASKS, Example
 from dataset import TRAINED_ON, Pair, evaluation_pair, load_examples, to_prompt
 from grpo import rollout
 from images import DataError
-from model import MIN_PIXELS, VLM, load_base_and_adapter
+from model import load_base_and_adapter, MIN_PIXELS, run_settings, VLM
 from omni3d import SOURCES, read_folder
 from questions import RELATIONS, SYSTEM_PROMPT, Question, ground_truth
 from ranks import gather
@@ -212,7 +212,8 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="checkpoint folder or hub id; default: the adapter's own base, else 'tiny'")
     parser.add_argument("--adapter", metavar="RUN", help="a folder that train.py made")
-    parser.add_argument("--data", default="synthetic", help="synthetic, synthetic-outdoor, or a folder in Omni3D's format")
+    parser.add_argument("--data", help="synthetic, synthetic-outdoor, or a folder in Omni3D's format; default: what the "
+                        "adapter was trained on, else synthetic")
     parser.add_argument("--split", default="test", choices=("test", "train", "all", "val"),
                         help="val: synthetic scenes kept for choosing settings")
     parser.add_argument("--tasks", nargs="+", default=["orientation", "depth", "size", "distance"], choices=TASKS)
@@ -268,6 +269,7 @@ def find_questions(args: Namespace) -> dict[tuple[str, str], list[Example]]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
+    args.data = args.data or (run_settings(args.adapter).get("data") if args.adapter else None) or "synthetic"
     questions = find_questions(args)
     vlm, trained = load_base_and_adapter(args.model, args.adapter, args.max_pixels)
     system = read_text(args.system_prompt, "--system-prompt") if args.system_prompt else None

@@ -93,17 +93,21 @@ def find_model(name: str) -> str:
     return name
 
 
-def load_vlm(name: str, device: torch.device, dtype: torch.dtype = torch.float32, max_pixels: int | None = None) -> VLM:
+def load_vlm(name: str, device: torch.device, dtype: torch.dtype | None = None, max_pixels: int | None = None) -> VLM:
     """Load a checkpoint folder or hub id in evaluation mode with every weight frozen.
+
+    `dtype` None: bf16 on CUDA where the checkpoint itself is bf16 (Qwen2.5-VL is, the embedded model is not), else fp32.
 
     `max_pixels` bounds the picture after resizing (one image token is 784 pixels); it is the same in training and
     evaluation. None: the checkpoint's own limit, at most DEFAULT_PIXELS. Raises ModelError where it cannot be read.
     """
     path = find_model(name)
     try:
-        family = AutoConfig.from_pretrained(path).model_type
-        if family != FAMILY:
-            raise ModelError(f"a {family} checkpoint; only Qwen2.5-VL ({FAMILY}) is supported, of any size")
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type != FAMILY:
+            raise ModelError(f"a {config.model_type} checkpoint; only Qwen2.5-VL ({FAMILY}) is supported, of any size")
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" and config.dtype == torch.bfloat16 else torch.float32
         model, info = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa",
                                                                   output_loading_info=True)
         if info["missing_keys"]:         # the library would go on with random numbers in their place
@@ -163,8 +167,7 @@ def load_base_and_adapter(model: str | None, adapter: str | None, max_pixels: in
     trained = run_settings(adapter) if adapter else {}
     base = adapter_config(adapter).get("base_model_name_or_path") if adapter else "tiny"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vlm = load_vlm(model or str(base), device, torch.bfloat16 if device.type == "cuda" else torch.float32,
-                   max_pixels or trained.get("max_pixels"))
+    vlm = load_vlm(model or str(base), device, max_pixels=max_pixels or trained.get("max_pixels"))
     return (load_lora(vlm, adapter, trainable=False) if adapter else vlm), trained
 
 

@@ -212,6 +212,7 @@ def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Exampl
            "length": completions.lengths.float().mean().item(), "grad_norm": grad_norm, **stats,
            "seconds_rollout": sampled - began, "seconds_update": time.perf_counter() - sampled}
     log = mean_over_ranks(log, world_size, vlm.device)
+    log |= {name: log[name] * world_size for name in ("loss", "completion_tokens")}      # these are sums over the ranks
     log["ids"] = sum(gather([pair.example.id for pair in pairs], world_size), [])
     return log, in_words(pairs[0], texts[:2], parsed[:2])
 
@@ -243,8 +244,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"preset {args.preset}: {reason}", flush=True)
     reward = make_reward(args.reward, args.pairing, args.label_noise, args.seed)
     examples = load_examples(args.data, args.task, "train", args.select)
+    if args.reward == "accuracy" and any(lacks_label(e) for e in examples):
+        raise DataError(f"--reward accuracy: {next(filter(lacks_label, examples)).id} has no 3D box, so there is no label; use "
+                        "--select gap, or --reward consistency")
     held_out = held_out_questions(args) if args.eval_size else []
-    vlm = load_vlm(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32, args.max_pixels)
+    vlm = load_vlm(args.model, device, max_pixels=args.max_pixels)
     if args.resume and fingerprint(vlm) != args.base_fingerprint:
         raise ModelError(f"--resume {args.resume}: --model {args.model} is no longer the base it was begun with; start a new run")
     args.base_fingerprint = fingerprint(vlm)
@@ -259,6 +263,8 @@ def main(argv: list[str] | None = None) -> int:
         folder, start = newest_checkpoint(run)
         if folder is not None:
             load_checkpoint(folder, vlm, optimiser)
+        if start > args.steps:
+            raise DataError(f"--resume {run}: its newest checkpoint is of step {start}, beyond --steps {args.steps}")
         print(f"resuming {run} after step {start} of {args.steps}")
     args.out = str(run)
     if rank == 0:
@@ -330,6 +336,11 @@ def train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_si
             if stop:
                 return False
     return True
+
+
+def lacks_label(example: Example) -> bool:
+    """Whether the answer to this example needs a 3D box that it does not have."""
+    return example.task not in ("orientation", "counting") and any(o.box3d is None for o in example.objects)
 
 
 def held_out_questions(args: Namespace) -> list[Example]:

@@ -2,9 +2,12 @@
 
 Imports stand inside, so that tests without a model need not wait for torch.
 """
+import os
 from functools import partial
 
 import pytest
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""      # bit-for-bit claims are about the CPU, also on a machine with a GPU
 
 
 @pytest.fixture(scope="session")
