@@ -197,6 +197,7 @@ def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Exampl
                             for r, y, y_prime in zip(rewards, parsed[::2], parsed[1::2])])                # (B, K)
     stats = backward(vlm, prompts, completions, advantages, args.temperature, args.pairs_per_step,
                      args.tokens_per_microbatch, args.activation_checkpointing)
+    stats["entropy"] *= stats["completion_tokens"]                 # a sum for now: ranks differ in tokens
     parameters = list(trainable_parameters(vlm).values())
     all_reduce_gradients(parameters, world_size)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM, error_if_nonfinite=True).item()
@@ -212,6 +213,7 @@ def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Exampl
            "length": completions.lengths.float().mean().item(), "grad_norm": grad_norm, **stats,
            "seconds_rollout": sampled - began, "seconds_update": time.perf_counter() - sampled}
     log = mean_over_ranks(log, world_size, vlm.device)
+    log["entropy"] /= max(1, log["completion_tokens"])
     log |= {name: log[name] * world_size for name in ("loss", "completion_tokens")}      # these are sums over the ranks
     log["ids"] = sum(gather([pair.example.id for pair in pairs], world_size), [])
     return log, in_words(pairs[0], texts[:2], parsed[:2])

@@ -19,7 +19,6 @@ def commands() -> list[str]:
     return [part.split("#")[0].strip() for line in lines for part in line.split("&&") if ".py" in part]
 
 
-@pytest.mark.fast
 def test_every_script_and_flag_in_the_readme_exists():
     helps = {}
     for command in commands():
