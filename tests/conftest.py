@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")        # many small processes; with two threads each they crawl
 os.environ["CUDA_VISIBLE_DEVICES"] = ""      # bit-for-bit claims are about the CPU, also on a machine with a GPU
 
 
