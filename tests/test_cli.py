@@ -104,6 +104,8 @@ def test_bad_data_and_folders_are_one_line_before_any_long_work(base, photos, ru
     for picture in (Path(only_train) / "pictures").iterdir():
         picture.write_bytes(picture.read_bytes()[:100])
     refused(train, flags(base, only_train, out), capsys, "no example of task depth")
+    flat = write_photos(tmp_path / "flat", train=2, boxes3d=False)
+    refused(train, flags(base, flat, out, select="2d", reward="accuracy"), capsys, "--reward accuracy: .* has no 3D box, so there is no label")
     content["annotations"][0]["valid3D"] = "maybe"
     file.write_text(json.dumps(content))
     refused(train, flags(base, one, out), capsys, "row .*: valid3D is 'maybe'; it must be true or false")

@@ -396,6 +396,8 @@ def test_resuming_keeps_the_runs_settings_and_refuses_any_that_would_change_it(b
     assert train.main(["--resume", run, "--steps", "2", "--pairing", "majority", "--task", "depth", "--save-every", "9"]) == 0
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert (config["pairing"], config["steps"], config["seed"]) == ("majority", 2, 0) and len(log_of(run)) == 2
+    with pytest.raises(DataError, match="newest checkpoint is of step 2, beyond --steps 1"):
+        train.main(["--resume", run, "--steps", "1"])
     config["model"] = other_base  # as if the folder now held another checkpoint
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="no longer the base it was begun with"):
