@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval import run as run_command
+from command import run as run_command
 from images import DataError
 
 METRICS = ("greedy_accuracy", "sampled_accuracy", "consistency", "unparsed", "blind_accuracy", "blind_consistency")

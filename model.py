@@ -23,12 +23,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from verifiers import END_OF_TURN
+
 ROOT = Path(__file__).resolve().parent
 MERGED_PATCH = 28            # pixels: 14-pixel patches, merged 2 x 2, give one image token
 MIN_PIXELS = 4 * MERGED_PATCH**2
 DEFAULT_PIXELS = 512 * MERGED_PATCH**2          # 512 image tokens
 FAMILY = "qwen2_5_vl"
-END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 # All seven projections of the language model. The vision tower has gate/up/down projections too, hence the prefix.
 LORA_TARGETS = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

@@ -169,7 +169,7 @@ def test_pixels_seen_are_those_whose_ray_meets_the_cuboid_first(domain):
     errors = []
     for image_id in range(40):
         image, rows = annotate(domain, image_id)
-        hit, nearest = cast_rays(image, rows)
+        _, nearest = cast_rays(image, rows)
         rays = [(nearest == i).sum() for i in range(len(rows))]
         errors += [row["segmentation_pts"] / n - 1 for row, n in zip(rows, rays) if n >= 150]
     assert np.abs(errors).mean() < 0.15 and np.abs(errors).max() < 0.5  # painting adds an outline of about half a pixel
