@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or not there: adapter, optimiser and step of a run, written atomically.
+"""Checkpoints that are whole or not there: adapter, optimiser, step and what a method carries along, written atomically.
 
 Everything random in training is a function of (seed, step, index), so there is no random state to save. A checkpoint is
 written under a temporary name, its files' digests last, and then renamed; one whose digests do not match is passed over
 by name and the one before it is used.
 
-    RUN/checkpoints/step-00050/{adapter_config.json, adapter_model.safetensors, optimiser.pt, manifest.json}
+    RUN/checkpoints/step-00050/{adapter_config.json, adapter_model.safetensors, optimiser.pt, state.json, manifest.json}
 
     python checkpoint.py RUN      # which checkpoints a run has, and whether they are whole
 """
@@ -45,7 +45,7 @@ def save_adapter(vlm: VLM, folder: Path) -> None:
     shutil.rmtree(draft)
 
 
-def save_checkpoint(run: Path, vlm: VLM, optimiser: torch.optim.Optimizer, step: int) -> Path:
+def save_checkpoint(run: Path, vlm: VLM, optimiser: torch.optim.Optimizer, step: int, state: dict) -> Path:
     """Save the state after `step` steps; the newest two are kept."""
     folder = run / "checkpoints" / f"step-{step:05d}"
     draft = folder.with_name(folder.name + ".tmp")
@@ -53,6 +53,7 @@ def save_checkpoint(run: Path, vlm: VLM, optimiser: torch.optim.Optimizer, step:
     draft.mkdir(parents=True)
     save_adapter(vlm, draft)
     torch.save(optimiser.state_dict(), draft / "optimiser.pt")
+    write_json(draft / "state.json", state)
     write_json(draft / "manifest.json", {"step": step, "sha256": {f.name: digest(f) for f in sorted(draft.iterdir())}})
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
@@ -94,8 +95,8 @@ def newest_checkpoint(run: Path) -> tuple[Path | None, int]:
     return None, 0
 
 
-def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's adapter and optimiser state into freshly made ones, bit for bit."""
+def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) -> dict:
+    """Put a checkpoint's adapter and optimiser state into freshly made ones, bit for bit; returns the method's own state."""
     saved = load_file(folder / "adapter_model.safetensors")
     parameters = {name.replace(".default", ""): p for name, p in trainable_parameters(vlm).items()}
     if saved.keys() != parameters.keys() or any(saved[n].shape != p.shape for n, p in parameters.items()):
@@ -104,6 +105,7 @@ def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) ->
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
     optimiser.load_state_dict(torch.load(folder / "optimiser.pt", map_location="cpu", weights_only=True))
+    return json.loads((folder / "state.json").read_text())
 
 
 def trim_log(file: Path, step: int) -> None:

@@ -37,7 +37,7 @@ from plots import plot_curves, plot_pairs
 from preflight import refuse_long, say_hello, self_check
 from questions import SYSTEM_PROMPT, prompt_text
 from ranks import agree_on, gather, mean_over_ranks, setup
-from rewards import REWARDS, advantages_of, make_reward
+from rewards import REWARDS, Advantages, Batch, Reward, entropy_rewards, make_reward, over_pairs, plain_advantages
 from transforms import TRANSFORM_SETS
 from verifiers import TASK_KIND, parse
 
@@ -177,24 +177,36 @@ def new_folder(args: Namespace) -> Path:
     return run
 
 
+def choose_methods(args: Namespace, state: dict) -> tuple[Reward, Advantages]:
+    """The two functions that make one method differ from another, chosen here and not in the loop.
+
+    `state` is what they carry from step to step (JSON), the same on all ranks; checkpoints keep it.
+    """
+    reward = entropy_rewards if args.reward == "entropy" else over_pairs(
+        make_reward(args.reward, args.pairing, args.label_noise, args.seed))
+    return reward, plain_advantages
+
+
 # ------------------------------------------------------------------------------------------------------------ one step
-def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Example], reward, step: int, rank: int,
-               world_size: int, args: Namespace) -> tuple[dict, str]:
+def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Example], methods: tuple[Reward, Advantages],
+               step: int, rank: int, world_size: int, args: Namespace) -> tuple[dict, str]:
     """Algorithm 1 on this rank's share of the batch. Returns the numbers to log and one pair with its answers."""
     began = time.perf_counter()
     K, mine = args.group_size, range(rank * args.pairs_per_device, (rank + 1) * args.pairs_per_device)
     pairs = [draw_pair(examples, args.seed, step, i, args.pairs_per_step, args.transforms) for i in mine]          # B / 2
     prompts = [to_prompt(vlm, side, args.system_prompt_text) for pair in pairs for side in (pair.x, pair.x_prime)]  # B
     uniforms = torch.cat([draw_uniforms(args.seed, step, i, K, args.max_new_tokens) for i in mine])        # (B, K, T)
+    drawn = time.perf_counter()
     completions = rollout(vlm, prompts, uniforms, args.temperature)
     sampled = time.perf_counter()
 
     texts = [[vlm.tokenizer.decode(tokens[:n]) for tokens, n in zip(*group)]
              for group in zip(completions.tokens, completions.lengths.tolist())]                           # B x K
     parsed = [[parse(text, TASK_KIND[pairs[b // 2].example.task]) for text in texts[b]] for b in range(len(texts))]
-    rewards = [reward(pair, y, y_prime) for pair, y, y_prime in zip(pairs, parsed[::2], parsed[1::2])]
-    advantages = torch.cat([torch.from_numpy(advantages_of(r, y, y_prime))
-                            for r, y, y_prime in zip(rewards, parsed[::2], parsed[1::2])])                # (B, K)
+    batch = Batch(vlm, pairs, prompts, completions, texts, parsed, args.temperature, world_size)
+    reward_of, advantages_of = methods
+    rewards = reward_of(batch)
+    advantages = torch.from_numpy(advantages_of(batch, rewards))                                           # (B, K)
     stats = backward(vlm, prompts, completions, advantages, args.temperature, args.pairs_per_step,
                      args.tokens_per_microbatch, args.activation_checkpointing)
     stats["entropy"] *= stats["completion_tokens"]                 # a sum for now: ranks differ in tokens
@@ -208,10 +220,10 @@ def train_step(vlm: VLM, optimiser: torch.optim.Optimizer, examples: list[Exampl
     task_reward = float(sum(r.c.mean() + r.c_prime.mean() for r in rewards)) / len(prompts)
     wellformed = sum(p.format for p in every) / len(every)
     log = {"reward": task_reward + wellformed, "task_reward": task_reward, "format": wellformed,
-           "consistency": sum(agreement(y, z, pair.negates) for pair, y, z in zip(pairs, parsed[::2], parsed[1::2])) / len(pairs),
+           "consistency": sum(agreement(y, z, pair.negates) for pair, y, z in batch.answered) / len(pairs),
            "no_spread": (~advantages.any(1)).float().mean().item(), "unparsed": sum(p.answer is None for p in every) / len(every),
-           "length": completions.lengths.float().mean().item(), "grad_norm": grad_norm, **stats,
-           "seconds_rollout": sampled - began, "seconds_update": time.perf_counter() - sampled}
+           "length": completions.lengths.float().mean().item(), "grad_norm": grad_norm, **stats, **batch.log,
+           "seconds_data": drawn - began, "seconds_rollout": sampled - drawn, "seconds_update": time.perf_counter() - sampled}
     log = mean_over_ranks(log, world_size, vlm.device)
     log["entropy"] /= max(1, log["completion_tokens"])
     log |= {name: log[name] * world_size for name in ("loss", "completion_tokens")}      # these are sums over the ranks
@@ -244,7 +256,8 @@ def main(argv: list[str] | None = None) -> int:
     rank, world_size, device = setup()
     share_pairs(args, world_size)
     print(f"preset {args.preset}: {reason}", flush=True)
-    reward = make_reward(args.reward, args.pairing, args.label_noise, args.seed)
+    state: dict = {}
+    methods = choose_methods(args, state)
     examples = load_examples(args.data, args.task, "train", args.select)
     if args.reward == "accuracy" and any(lacks_label(e) for e in examples):
         raise DataError(f"--reward accuracy: {next(filter(lacks_label, examples)).id} has no 3D box, so there is no label; use "
@@ -264,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         folder, start = newest_checkpoint(run)
         if folder is not None:
-            load_checkpoint(folder, vlm, optimiser)
+            state |= load_checkpoint(folder, vlm, optimiser)
         if start > args.steps:
             raise DataError(f"--resume {run}: its newest checkpoint is of step {start}, beyond --steps {args.steps}")
         print(f"resuming {run} after step {start} of {args.steps}")
@@ -274,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         versions = {m.__name__: m.__version__ for m in (torch, transformers, peft)} | {"python": platform.python_version()}
         write_json(run / "config.json", {**vars(args), "resume": None, "world_size": world_size, "versions": versions})
     try:
-        finished = measured_training(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args)
+        finished = measured_training(vlm, optimiser, examples, held_out, methods, state, start, run, rank, world_size, args)
     except KeyboardInterrupt:
         finished = False
     print(f"{run} is complete: adapter, log.jsonl, curves.png, pairs.png, eval.json; {time.time() - began:.0f} s in all"
@@ -284,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if finished else 1
 
 
-def measured_training(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args) -> bool:
+def measured_training(vlm, optimiser, examples, held_out, methods, state, start, run, rank, world_size, args) -> bool:
     """Measure, train, measure again, leave everything in `run`. False if a signal stopped it."""
     settings = Settings(args.system_prompt_text, args.max_new_tokens)
     file = run / "before.json"
@@ -295,7 +308,7 @@ def measured_training(vlm, optimiser, examples, held_out, reward, start, run, ra
         if rank == 0:
             write_json(file, before)
         print_summary(summarise(before), title="before  ")
-    if not train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args):
+    if not train(vlm, optimiser, examples, held_out, methods, state, start, run, rank, world_size, args):
         return False
     after = evaluate(vlm, held_out, settings, rank, world_size, label="after training")
     if rank == 0:
@@ -309,7 +322,7 @@ def measured_training(vlm, optimiser, examples, held_out, reward, start, run, ra
     return True
 
 
-def train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_size, args) -> bool:
+def train(vlm, optimiser, examples, held_out, methods, state, start, run, rank, world_size, args) -> bool:
     """The loop: steps, the log, the probe (its labels are for curves.png only), checkpoints. False if a signal stopped it."""
     probe = held_out[::max(1, len(held_out) // 64)][:64]
     probe_settings = Settings(args.system_prompt_text, args.max_new_tokens, samples=1, diagnostics=())
@@ -317,11 +330,11 @@ def train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_si
     bar = tqdm(range(start, args.steps), initial=start, total=args.steps, desc="training", disable=rank != 0)
     with bar, interruptions() as signals:
         for step in bar:
-            log, pair = train_step(vlm, optimiser, examples, reward, step, rank, world_size, args)
+            log, pair = train_step(vlm, optimiser, examples, methods, step, rank, world_size, args)
             stop = mean_over_ranks({"signals": len(signals)}, world_size, vlm.device)["signals"] > 0      # all ranks agree
             done = step + 1
             tqdm.write(f"{done:4d}  " + "  ".join(f"{log[name]:11.3f}" for name in COLUMNS)
-                       + f"  {log['seconds_rollout'] + log['seconds_update']:5.2f}")
+                       + f"  {log['seconds_data'] + log['seconds_rollout'] + log['seconds_update']:5.2f}")
             if log["truncated"] == 1.0:
                 tqdm.write(f"warning: 100 % of the completions were cut off at {args.max_new_tokens} tokens; raise --max-new-tokens")
             if done % args.eval_every == 0 or done == args.steps:
@@ -334,7 +347,7 @@ def train(vlm, optimiser, examples, held_out, reward, start, run, rank, world_si
                 with open(run / "log.jsonl", "a") as file:
                     file.write(json.dumps({"step": done, **log}) + "\n")
                 if done % args.save_every == 0 or done == args.steps or stop:
-                    save_checkpoint(run, vlm, optimiser, done)
+                    save_checkpoint(run, vlm, optimiser, done, state)
             if stop:
                 return False
     return True

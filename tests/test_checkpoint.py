@@ -31,7 +31,7 @@ def run(lora_vlm, tmp_path):
     optimiser = optimiser_of(lora_vlm)
     for step in (1, 2, 3):
         take_a_step(lora_vlm, optimiser, step)
-        save_checkpoint(tmp_path, lora_vlm, optimiser, step)
+        save_checkpoint(tmp_path, lora_vlm, optimiser, step, {"multiplier": step / 3})
     return tmp_path
 
 
@@ -40,7 +40,8 @@ def test_the_newest_two_checkpoints_are_kept_whole_and_without_drafts(run):
     assert [f.name for f in checkpoints(run)] == ["step-00002", "step-00003"]
     for folder in checkpoints(run):
         assert fault_of(folder) is None
-        assert {f.name for f in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "optimiser.pt", "manifest.json"}
+        assert {f.name for f in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "optimiser.pt", "state.json",
+                                                  "manifest.json"}
     assert newest_checkpoint(run) == (run / "checkpoints/step-00003", 3)
 
 
@@ -49,7 +50,7 @@ def test_loading_restores_adapter_and_optimiser_so_that_the_next_step_is_bitwise
     saved = {n: p.detach().clone() for n, p in trainable_parameters(lora_vlm).items()}
     vlm = add_lora(load_vlm(base, torch.device("cpu")), rank=4, seed=9)
     optimiser = optimiser_of(vlm)
-    load_checkpoint(run / "checkpoints/step-00003", vlm, optimiser)
+    assert load_checkpoint(run / "checkpoints/step-00003", vlm, optimiser) == {"multiplier": 1.0}
     assert all(torch.equal(p, saved[n]) and p.requires_grad for n, p in trainable_parameters(vlm).items())
     original = optimiser_of(lora_vlm)
     original.load_state_dict(torch.load(run / "checkpoints/step-00003/optimiser.pt", weights_only=True))
@@ -88,11 +89,11 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoints_as_they_w
 
     monkeypatch.setattr(checkpoint.torch, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(run, lora_vlm, optimiser_of(lora_vlm), 4)
+        save_checkpoint(run, lora_vlm, optimiser_of(lora_vlm), 4, {})
     assert (run / "checkpoints/step-00004.tmp").is_dir()
     assert newest_checkpoint(run) == (run / "checkpoints/step-00003", 3)
     monkeypatch.undo()
-    save_checkpoint(run, lora_vlm, optimiser_of(lora_vlm), 4)  # the draft is no obstacle
+    save_checkpoint(run, lora_vlm, optimiser_of(lora_vlm), 4, {})  # the draft is no obstacle
     assert newest_checkpoint(run)[1] == 4 and not (run / "checkpoints/step-00004.tmp").exists()
 
 

@@ -46,11 +46,11 @@ def noted_step(vlm, *arguments):
         file.write(hashlib.sha256(weights).hexdigest() + "\\n")
     return result
 
-def planted_step(vlm, optimiser, examples, reward, step, *rest):
+def planted_step(vlm, optimiser, examples, methods, step, *rest):
     if rank == 1 and step == 1:
         print("planted at", time.time(), file=sys.stderr, flush=True)
         raise RuntimeError("a bug of rank 1")
-    return noted_step(vlm, optimiser, examples, reward, step, *rest)
+    return noted_step(vlm, optimiser, examples, methods, step, *rest)
 
 for mode, argv in json.loads(sys.argv[3]):
     train.train_step = planted_step if mode == "failing" else noted_step

@@ -3,17 +3,19 @@
 import sys
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import data
 from data import BOOLEAN_TASKS, TASKS, Box3D, Object
 from dataset import draw_pair, evaluation_pair, load_examples
 from pairing import PAIRINGS, pair_rewards
 from questions import ground_truth, prompt_text
-from rewards import REWARDS, accuracy_rewards, advantages_of, make_reward
-from verifiers import Parsed, parse
+from rewards import PAIR_REWARDS, Batch, accuracy_rewards, advantages_of, entropy_rewards, make_reward, plain_advantages
+from verifiers import Parsed, parse, verify
 
 fast = pytest.mark.fast
 
@@ -184,7 +186,7 @@ def test_an_example_keeps_its_flipped_label_through_all_questions_and_transforms
 
 @fast
 def test_an_unknown_reward_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=", ".join(REWARDS)):
+    with pytest.raises(ValueError, match=", ".join(PAIR_REWARDS)):
         make_reward("votes")
 
 
@@ -217,7 +219,7 @@ def test_minimal_advantages_use_the_spread_of_the_mixture():
 
 
 @fast
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", PAIR_REWARDS)
 def test_K_identical_rewards_give_advantages_of_exactly_zero(name):
     for task in ("depth", "counting"):
         for pair in pairs_of(task):
@@ -238,3 +240,28 @@ def test_nothing_parseable_on_one_side_pays_nobody_consistency_but_format_still_
     assert not c.c.any() and not c.c_prime.any()
     A = advantages_of(c, y, y_prime)
     assert not A[0].any() and A[1] == pytest.approx(eq_2([1, 1, 0, 1]))
+
+
+# --- the label-free baselines -----------------------------------------------------------------------------------------
+
+@fast
+def test_vote_pays_for_the_majority_of_ones_own_group_and_never_looks_at_the_other():
+    pair = pairs_of("depth")[0]
+    y = parsed(True, True, False, None)
+    for y_prime, expected in ((parsed(False, False, False, True), [1, 1, 1, 0]), (parsed(True, False, None, None), [0, 0, 0, 0])):
+        c = make_reward("vote")(pair, y, y_prime)
+        assert c.c.tolist() == [1, 1, 0, 0] and c.c_prime.tolist() == expected and c.c2.tolist() == c.c.tolist()
+    counting = pairs_of("counting")[0]
+    c = make_reward("vote")(counting, parsed(2.0, 3.0, 3.0, None), parsed(2.0, 2.0, 2.0, 2.0))
+    assert c.c.tolist() == [verify(2.0, 3.0, False), 1, 1, 0] and c.c_prime.tolist() == [1] * 4
+
+
+@fast
+def test_entropy_pays_the_mean_log_probability_of_a_completions_own_tokens():
+    logp = torch.tensor([[[-1.0, -3.0, -9.0], [-0.5, -0.5, -0.5]], [[-2.0, -9.0, -9.0], [-1.0, -2.0, -9.0]]])    # (2, 2, 3)
+    mask = torch.tensor([[[1, 1, 0], [1, 1, 1]], [[1, 0, 0], [1, 1, 0]]], dtype=torch.bool)
+    y = parsed(True, False)
+    batch = Batch(None, [pairs_of("depth")[0]], [], SimpleNamespace(logp=logp, mask=mask), [], [y, y])
+    rewards = entropy_rewards(batch)
+    assert rewards[0].c.tolist() == [-2.0, -0.5] and rewards[0].c_prime.tolist() == [-2.0, -1.5]
+    assert plain_advantages(batch, rewards) == pytest.approx(np.array([[-1, 1], [-1, 1]]))
