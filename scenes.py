@@ -136,18 +136,21 @@ def render(domain: str, image_id: int) -> Image.Image:
 
 
 def annotate(domain: str, image_id: int) -> tuple[dict, list[dict]]:
-    """The scene as Omni3D's `image` and `annotation` dicts. Visible pixels are counted on a painted map of object ids.
+    """The scene as Omni3D's `image` and `annotation` dicts.
 
-    `visibility` is given as unknown (-1), as in SUN RGB-D, except for a cuboid that is wholly hidden (0). So the filter lets
-    partly hidden ones through: 8 to 20 % of the examples have an object of which less than half is seen.
+    `visibility` is the share of a cuboid's pixels inside the picture that no other one hides, counted on painted maps.
     """
     K, _, _, cuboids = draw_scene(domain, image_id)
     width, height = DOMAINS[domain].size
-    owner = Image.new("L", (width, height), 255)
+    owner, alone = Image.new("L", (width, height), 255), [0] * len(cuboids)
     draw = ImageDraw.Draw(owner)
     for index, cuboid in far_to_near(cuboids):
+        silhouette = Image.new("L", (width, height))
+        outline = ImageDraw.Draw(silhouette)
         for _, polygon in cuboid.faces:
             draw.polygon(polygon, fill=index)
+            outline.polygon(polygon, fill=1)
+        alone[index] = silhouette.histogram()[1]
     seen = owner.histogram()
     annotations = []
     for index, cuboid in enumerate(cuboids):
@@ -161,7 +164,7 @@ def annotate(domain: str, image_id: int) -> tuple[dict, list[dict]]:
             "behind_camera": bool((cuboid.corners[:, 2] <= 0.05).any()),
             "bbox2D_tight": [-1, -1, -1, -1], "bbox2D_proj": list(proj), "bbox2D_trunc": list(trunc),
             "center_cam": cuboid.center.tolist(), "dimensions": list(cuboid.whl), "R_cam": cuboid.R.tolist(),
-            "bbox3D_cam": cuboid.corners.tolist(), "visibility": -1 if seen[index] else 0,
+            "bbox3D_cam": cuboid.corners.tolist(), "visibility": seen[index] / max(1, alone[index]),
             "truncation": 1 - inside / ((x1 - x0) * (y1 - y0)), "segmentation_pts": seen[index],
             "lidar_pts": -1, "depth_error": -1})
     image = {"id": image_id, "width": width, "height": height, "K": K.tolist(), "file_path": f"{domain}/{image_id}"}
