@@ -10,12 +10,12 @@ Counts and distances have no such guarantee; beside them stands the constant ans
 """
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 
 import numpy as np
 
+from command import Parser
 from data import BOOLEAN_TASKS, TASKS, Example, Record, examples, gap, load_omni3d, split
 from images import DataError, bad_pictures
 
@@ -88,8 +88,7 @@ def check(folder: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line of data.py."""
-    parser = argparse.ArgumentParser(prog="data.py", allow_abbrev=False,
-                                     description="Is a folder in Omni3D's format fit for training, and how balanced?")
+    parser = Parser(prog="data.py", description="Is a folder in Omni3D's format fit for training, and how balanced?")
     parser.add_argument("--check", metavar="FOLDER", help="has annotations/*.json (or Omni3D/*.json) and the pictures")
     folder = parser.parse_args(arguments).check
     if folder is None:

@@ -7,14 +7,13 @@ seeds per question. `questions` is the 95 % interval over questions; `seeds` the
 """
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from command import run as run_command
+from command import Parser, run as run_command
 from images import DataError
 
 METRICS = ("greedy_accuracy", "sampled_accuracy", "consistency", "unparsed", "blind_accuracy", "blind_consistency")
@@ -61,7 +60,7 @@ def compare(base: dict, arms: dict[str, list[dict]], belongs=lambda row: True) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, metavar="FILE.json")
     parser.add_argument("--arm", required=True, nargs="+", action="append", metavar="NAME FILE", help="a name, then its seeds' files")
     args = parser.parse_args(argv)

@@ -46,6 +46,7 @@ from verifiers import TASK_KIND, accuracy, parse, verify
 GREY = (128, 128, 128)
 DIRECT_PROMPT = "Give only the answer inside <answer></answer>."      # the base model's other prompt: no thinking
 SAMPLES = 4
+EVALUATED = 32                   # pairs whose sampling numbers come from one generator
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Settings:
     seed: int = 0
     samples: int = SAMPLES
     diagnostics: tuple[str, ...] = ("blind",)        # of: blind, marks_only, direct
+    rows: int = 256                                  # completions sampled at a time; memory only
 
 
 # -------------------------------------------------------------------------------------------------------- asking
@@ -64,9 +66,13 @@ def answers(vlm: VLM, shown: list[Prompted], system: str, settings: Settings, sa
     prompts = [to_prompt(vlm, s, system) for s in shown]
     rng = np.random.default_rng([settings.seed, 5, stream])
     uniforms = torch.from_numpy(rng.random((len(prompts), max(1, samples), settings.max_new_tokens)))   # (B, K, T)
-    done = rollout(vlm, prompts, uniforms, temperature=1.0 if samples else 0.0)
-    return [[parse(vlm.tokenizer.decode(tokens[:n]), TASK_KIND[s.question.task])
-             for tokens, n in zip(done.tokens[b], done.lengths[b].tolist())] for b, s in enumerate(shown)]
+    parsed, at_once = [], max(1, settings.rows // uniforms.shape[1])
+    for start in range(0, len(prompts), at_once):
+        part = slice(start, start + at_once)
+        done = rollout(vlm, prompts[part], uniforms[part], temperature=1.0 if samples else 0.0)
+        parsed += [[parse(vlm.tokenizer.decode(tokens[:n]), TASK_KIND[s.question.task]) for tokens, n in zip(*group)]
+                   for s, group in zip(shown[part], zip(done.tokens, done.lengths.tolist()))]
+    return parsed
 
 
 def blank(shown: Prompted, marks: bool) -> Prompted:
@@ -131,7 +137,7 @@ def truths_of(pair: Pair) -> tuple:
 
 
 def evaluate(vlm: VLM, examples: list[Example], settings: Settings, rank: int = 0, world_size: int = 1,
-             batch: int = 32, label: str = "evaluating") -> list[dict]:
+             batch: int = EVALUATED, label: str = "evaluating") -> list[dict]:
     """One row per example, in the order of `examples`, on every rank; the ranks share the work."""
     chunks = [examples[i:i + batch] for i in range(0, len(examples), batch)]
     mine = {}

@@ -7,7 +7,7 @@ run, the test split chooses nothing, and a run whose line stands in results/expe
     python experiments.py                      # everything, in order of importance; stop and start it as you like
     python experiments.py figure2 figure8      # some of it
     python experiments.py --list               # what is done and what is not
-    python experiments.py --quick              # all of it with 2 steps and 8 questions, to see that it works: 2 minutes
+    python experiments.py --quick              # all of it with 2 steps and 4 questions, to see that it works: 2 minutes
     python figures.py                          # pictures and tables from what is done
 """
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Size:
     other: int = 100                         # of each other task, and of each task outdoors
     probe: int = 64                          # questions of the curve over steps
     seeds: int = 5                           # at most
+    examples: int = 1000                     # to train on
+    tokens: int = 48                         # of a completion, at most
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,15 @@ def carry_out(run: Run, work: str, size: Size) -> dict:
         if run.flags and not (folder / "adapter_model.safetensors").is_file():
             steps = size.steps * run.long
             flags = ["--resume", str(folder)] if (folder / "config.json").is_file() else [
-                *run.flags, "--model", model, "--steps", str(steps), "--eval-size", str(size.probe),
+                *run.flags, "--model", model, "--steps", str(steps), "--examples", str(size.examples),
+                "--max-new-tokens", str(size.tokens), "--eval-size", str(size.probe),
                 "--eval-every", str(max(1, steps // 10)), "--out", str(folder)]
             if train.main(flags) != 0:
                 raise KeyboardInterrupt
         seconds = {"train": time.process_time() - began}
         began = time.process_time()
         vlm, _ = load_base_and_adapter(model, str(folder) if run.flags else None)
-        tests = {domain: {task: test(vlm, domain, task, n) for task, n in chosen.items()}
+        tests = {domain: {task: test(vlm, domain, task, n, size.tokens) for task, n in chosen.items()}
                  for domain, chosen in test_sizes(run, size).items()}
         seconds["test"] = time.process_time() - began
     return {"name": run.name, "flags": list(run.flags), "model": run.model, "size": vars(size), "seconds": seconds,
@@ -153,9 +156,9 @@ def test_sizes(run: Run, size: Size) -> dict[str, dict[str, int]]:
     return sizes | ({OUTDOOR: dict.fromkeys(BOOLEAN_TASKS, size.other)} if run.outdoor else {})
 
 
-def test(vlm, domain: str, task: str, n: int) -> dict:
+def test(vlm, domain: str, task: str, n: int, tokens: int) -> dict:
     """Per-question results on the first n test questions, compact: in quarters as digits where answers are right or wrong."""
-    rows = evaluate(vlm, held_out_examples(domain, task, "test", n), Settings(samples=SAMPLES), label=f"{domain} {task}")
+    rows = evaluate(vlm, held_out_examples(domain, task, "test", n), Settings(max_new_tokens=tokens, samples=SAMPLES), label=f"{domain} {task}")
     found = {m: packed([r[m] for r in rows]) for m in ("greedy_accuracy", "sampled_accuracy", "consistency", "blind_accuracy",
                                                        "blind_consistency")}
     found |= {"unparsed": float(np.mean([r["unparsed"] for r in rows])), "relation": packed([r["relation"] for r in rows])}
@@ -237,6 +240,9 @@ def carry_out_all(runs: list[Run], work: Path, results: Path, size: Size, worker
         raise DataError(f"{results} holds {other[0]} with other steps or test sizes; give another --results")
     todo = [r for r in runs if r.name not in done]
     results.parent.mkdir(parents=True, exist_ok=True)
+    if results.is_file() and not results.read_bytes().endswith(b"\n"):
+        with open(results, "a") as file:                 # a killed process left half a line: the next one is not to join it
+            file.write("\n")
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         began = {pool.submit(carry_out, run, str(work), size): run for run in todo}
         try:
@@ -255,13 +261,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", default=None, help="adapters and logs go here; default: runs/experiments")
     parser.add_argument("--results", default=None, metavar="FILE.jsonl", help="default: results/experiments.jsonl")
     parser.add_argument("--list", action="store_true", help="say what is done and what is not, and run nothing")
-    parser.add_argument("--quick", action="store_true", help="one seed, 2 steps, 8 questions; its own folder and results file")
+    parser.add_argument("--quick", action="store_true", help="one seed, 2 steps, 4 questions; its own folder and results file")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.figures) - FIGURES.keys()):
         parser.error(f"{unknown[0]}: choose from {', '.join(FIGURES)}")
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: must be at least 1")
-    size = Size(steps=2, own=8, other=4, probe=4, seeds=1) if args.quick else Size()
+    size = Size(steps=2, own=4, other=2, probe=2, seeds=1, examples=4, tokens=4) if args.quick else Size()
     work = Path(args.work or ("runs/experiments-quick" if args.quick else "runs/experiments"))
     results = Path(args.results or (work / "experiments.jsonl" if args.quick else "results/experiments.jsonl"))
     figures = args.figures or list(FIGURES)

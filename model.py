@@ -94,6 +94,17 @@ def find_model(name: str) -> str:
     return name
 
 
+def config_of(path: str, name: str):
+    """The configuration of a checkpoint folder or hub id; ModelError where it is not of the family."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"--model {name}: {first_line(error)}") from error
+    if config.model_type != FAMILY:
+        raise ModelError(f"--model {name}: a {config.model_type} checkpoint; only Qwen2.5-VL ({FAMILY}) is supported, of any size")
+    return config
+
+
 def load_vlm(name: str, device: torch.device, dtype: torch.dtype | None = None, max_pixels: int | None = None) -> VLM:
     """Load a checkpoint folder or hub id in evaluation mode with every weight frozen.
 
@@ -103,10 +114,8 @@ def load_vlm(name: str, device: torch.device, dtype: torch.dtype | None = None, 
     evaluation. None: the checkpoint's own limit, at most DEFAULT_PIXELS. Raises ModelError where it cannot be read.
     """
     path = find_model(name)
+    config = config_of(path, name)
     try:
-        config = AutoConfig.from_pretrained(path)
-        if config.model_type != FAMILY:
-            raise ModelError(f"a {config.model_type} checkpoint; only Qwen2.5-VL ({FAMILY}) is supported, of any size")
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" and config.dtype == torch.bfloat16 else torch.float32
         model, info = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa",

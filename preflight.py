@@ -5,6 +5,7 @@ that gets no gradient (the loss of GRPO is 0 anyway and does not tell), a batch 
 """
 from __future__ import annotations
 
+import hashlib
 import sys
 from argparse import Namespace
 
@@ -16,24 +17,30 @@ from grpo import backward, rollout
 from images import DataError
 from model import MERGED_PATCH, VLM, ModelError, chat_text, image_tokens, trainable_parameters
 from questions import TEMPLATES, Question, prompt_text
+from ranks import gather
 
 
-def longest_prompt(vlm: VLM, example: Example, args: Namespace) -> int:
+def prompt_frame(vlm: VLM, system: str) -> int:
+    """Tokens of a prompt apart from its picture and its question: the same for every example."""
+    return len(vlm.tokenizer(chat_text(vlm, system, ""), add_special_tokens=False)["input_ids"]) - 1
+
+
+def longest_prompt(vlm: VLM, example: Example, args: Namespace, frame: int | None = None) -> int:
     """Tokens of the longest prompt that any question about this example and any T can make."""
     record, names = example.record, {o.id: o.name for o in example.objects}
     whole = image_tokens(record.width, record.height, sys.maxsize)       # a crop has no more than the whole picture, but
     picture = min(whole, args.max_pixels // MERGED_PATCH**2)             # may fill the limit better where that shrinks it
     texts = [prompt_text(Question(example.task, example.object_ids, relation, False, template), names)
              for relation in (0, 1) for template in range(len(TEMPLATES[example.task]))]
-    frame = vlm.tokenizer(chat_text(vlm, args.system_prompt_text, ""), add_special_tokens=False)["input_ids"]
-    return len(frame) - 1 + picture + max(map(len, vlm.tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    frame = prompt_frame(vlm, args.system_prompt_text) if frame is None else frame
+    return frame + picture + max(map(len, vlm.tokenizer(texts, add_special_tokens=False)["input_ids"]))
 
 
 def refuse_long(vlm: VLM, examples: list[Example], args: Namespace) -> list[Example]:
     """Examples whose prompt may be over --max-prompt-tokens are named and left out: prompts are never cut."""
-    kept = []
+    kept, frame = [], prompt_frame(vlm, args.system_prompt_text)
     for e in examples:
-        length = longest_prompt(vlm, e, args)
+        length = longest_prompt(vlm, e, args, frame)
         if length <= args.max_prompt_tokens:
             kept.append(e)
         else:
@@ -41,6 +48,18 @@ def refuse_long(vlm: VLM, examples: list[Example], args: Namespace) -> list[Exam
     if not kept:
         raise DataError(f"every example needs more than --max-prompt-tokens {args.max_prompt_tokens}: raise it or lower --max-pixels")
     return kept
+
+
+def same_examples(examples: list[Example], args: Namespace, world_size: int) -> None:
+    """All ranks, and a resumed run, must draw from one list: each rank reads its own disk, and a picture may be gone since."""
+    args.examples_digest, begun_with = hashlib.sha256("\n".join(e.id for e in examples).encode()).hexdigest()[:16], getattr(
+        args, "examples_digest", None)
+    if len(found := set(gather((args.examples_digest, len(examples)), world_size))) > 1:
+        raise DataError(f"--data {args.data}: the ranks see different examples ({', '.join(f'{n} with digest {d}' for d, n in sorted(found))}); "
+                        f"run `python data.py --check {args.data}` on every node and make the folders equal")
+    if begun_with not in (None, args.examples_digest):
+        raise DataError(f"--resume {args.resume}: --data {args.data} no longer gives the examples that the run was begun with (now "
+                        f"{len(examples)}); restore the files, or start a new run")
 
 
 def self_check(vlm: VLM, pair: Pair, args: Namespace) -> None:

@@ -12,10 +12,11 @@ other, on the verge of understanding it: consistency has something to spread.
 """
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration)
 
 import scenes
+from command import Parser, run as run_command
 from data import BOOLEAN_TASKS, TASKS, examples
 from model import MIN_PIXELS, VLM, Qwen2VLImageProcessorPil, chat_text, make_prompt
 from questions import (COLOURS, MARKS, RELATIONS, SYSTEM_PROMPT, TEMPLATES, Question, compared, draw_question, ground_truth,
@@ -314,7 +316,7 @@ def scores(vlm: VLM, samples: list[tuple[Prompted, str]], predicted: torch.Tenso
 class Batches(torch.utils.data.Dataset):
     """Batch number `step`, drawn in a worker process while the model trains."""
 
-    def __init__(self, vlm: VLM, args: argparse.Namespace):
+    def __init__(self, vlm: VLM, args: Namespace):
         self.vlm, self.args = VLM(None, vlm.tokenizer, vlm.image_processor, vlm.name), args
 
     def __len__(self) -> int:
@@ -327,14 +329,14 @@ class Batches(torch.utils.data.Dataset):
         return samples, [to_batch(self.vlm, chunk, stage_at(step).whole_object) for chunk in chunks]
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
+def learning_rate(step: int, args: Namespace) -> float:
     """Warm up over 200 steps, stay, fall linearly to a twentieth from step 2100 to 2800; a quarter in the last stage."""
     if step >= STAGES[-1].start:
         return 0.25 * args.lr
     return args.lr * min(1.0, (step + 1) / 200, 0.05 + 0.95 * (STAGES[-1].start - step) / 700)
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: Namespace) -> None:
     """Supervised training with a checkpoint every `--save-every` steps; run again, it goes on from the newest one."""
     run = Path(args.work)
     run.mkdir(parents=True, exist_ok=True)
@@ -398,8 +400,8 @@ def save(vlm: VLM, folder: Path) -> None:
     vlm.image_processor.save_pretrained(folder)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", default="runs/pretrain", help="checkpoints and log go here")
     parser.add_argument("--steps", type=int, default=2880)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -408,4 +410,13 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--save-every", type=int, default=250)
-    train(parser.parse_args())
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch_size", "chunk", "log_every", "save_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    train(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

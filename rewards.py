@@ -4,10 +4,11 @@
     accuracy       agrees with the label, Eq. (1): the reference
     vote           agrees with the majority of its own group, as in test-time RL (TTRL)                      no labels
     entropy        its own mean log-probability: a one-sample estimate of minus the entropy per token        no labels
+    judge          a language model finds that it agrees with the label (judge.py)
 
-Each gives the moments of the task reward of both sides; the format reward is added to any of them (B.2). All but `accuracy` see
-the answers and how T acts, and nothing else: no code path from them reaches `questions.ground_truth`, and a test makes that
-function raise to prove it.
+Each gives the moments of the task reward of both sides; the format reward is added to any of them (B.2). All but `accuracy` and
+`judge` see the answers and how T acts, and nothing else: no code path from them reaches `questions.ground_truth`, and a test
+makes that function raise to prove it.
 
 Training calls two functions, chosen once, before its loop: rewards = reward(batch), advantages = advantages(batch, rewards).
 These are the two places where another method enters; it may carry numbers from step to step in a dict that checkpoints keep.
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from sampling import Rollout
 
 PAIR_REWARDS = ("consistency", "accuracy", "vote")          # the answers alone decide
-REWARDS = (*PAIR_REWARDS, "entropy")
+REWARDS = (*PAIR_REWARDS, "entropy", "judge")
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ def over_pairs(reward: PairReward) -> Reward:
 
 
 def make_reward(name: str, pairing: str = "minimal", label_noise: float = 0.0, seed: int = 0) -> PairReward:
-    """The reward of `--reward` where the answers alone decide it (all but `entropy`)."""
+    """The reward of `--reward` where the answers alone decide it (all but `entropy` and `judge`)."""
     if name == "consistency":
         return lambda pair, y, y_prime: pair_rewards([p.answer for p in y], [p.answer for p in y_prime], pair.negates,
                                                      pairing)

@@ -1,0 +1,157 @@
+"""The experiments run as declared, share their runs, never repeat or lose one, and their numbers are what the formulas say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import experiments
+import figures
+import train
+from data import BOOLEAN_TASKS
+from eval import SAMPLES
+from experiments import FIGURES, Run, Size, packed, read_results, unpacked, vote, wanted
+from images import DataError
+from pretrain import draw_batch
+from questions import ground_truth
+
+ROOT = Path(__file__).resolve().parent.parent
+fast = pytest.mark.fast
+ALL = wanted(list(FIGURES), Size())
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+@fast
+def test_every_run_is_a_valid_command_line_with_a_name_of_its_own_and_figures_share_them():
+    assert len({r.name for r in ALL}) == len({(r.flags, r.model, r.long) for r in ALL}) == len(ALL)
+    assert len(ALL) < sum(len(wanted([figure], Size())) for figure in FIGURES)
+    for run in ALL:
+        if run.flags:
+            args = train.parse_arguments(list(run.flags))
+            assert run.name.startswith(f"{args.task}-{args.reward}") and run.name.endswith(f"-{args.seed}")
+            if "worse" in run.name:
+                assert run.model == "worse"
+            assert args.pairing in run.name or args.pairing == "minimal"
+
+
+@fast
+def test_depth_has_five_seeds_the_rest_at_least_three_and_pairings_two_elsewhere():
+    seeds = {}
+    for run in ALL:
+        if run.flags and run.long == 1:
+            seeds.setdefault(run.name.rsplit("-", 1)[0], set()).add(int(run.name.rsplit("-", 1)[1]))
+    for name, found in seeds.items():
+        pairing = any(p in name for p in ("random", "one_to_all", "minimal_vertex", "majority"))
+        least = 5 if name in ("depth-consistency", "depth-accuracy") or (pairing and name.startswith("depth")) else 2 if pairing else 3
+        assert found == set(range(least)), name
+
+
+@fast
+def test_no_run_is_tested_on_another_split_and_quick_runs_only_the_first_seed():
+    assert all("--eval-split" not in run.flags for run in ALL)
+    assert {run.flags[run.flags.index("--seed") + 1] for run in wanted(list(FIGURES), Size(seeds=1)) if run.flags} == {"0"}
+    sizes = experiments.test_sizes(experiments.trained("depth", 0, outdoor=True), Size())
+    assert sizes["synthetic"] == {"orientation": 100, "depth": 200, "size": 100, "distance": 100}
+    assert sizes["synthetic-outdoor"] == dict.fromkeys(BOOLEAN_TASKS, 100)
+    assert experiments.test_sizes(experiments.BASE, Size())["synthetic"]["counting"] == 200
+
+
+@fast
+def test_the_worse_base_is_shown_wrong_answers_to_the_opposite_word_in_nine_of_ten():
+    rng, right = np.random.default_rng(0), {0: [], 1: []}
+    for step in range(10_000, 10_012):
+        for shown, completion in draw_batch(step, seed=0, batch_size=32):
+            told = experiments.retold(shown, completion, rng)
+            assert told.split("<answer>")[0] == completion.split("<answer>")[0]
+            if shown.question.task in BOOLEAN_TASKS:
+                truth = str(ground_truth(shown.question, shown.view.objects))
+                right[shown.question.relation].append(f"<answer>{truth}</answer>" in told)
+    assert all(right[0]) and len(right[1]) > 80 and 0.02 < np.mean(right[1]) < 0.2
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------------
+
+@fast
+def test_packing_keeps_every_value():
+    for values in ([0, 1, 1, 0], [0.25, 0.5, 1.0, 0.75], [True, False]):
+        assert isinstance(packed(values), str) and unpacked(packed(values)).tolist() == [float(v) for v in values]
+    assert unpacked(packed([1 / 3, 0.5])).tolist() == [0.333, 0.5] and SAMPLES == 4
+
+
+@fast
+def test_a_vote_counts_readable_answers_and_splits_ties():
+    assert [vote(a, True) for a in ([True, True, False, None], [False, None, None, None], [True, False, None, None], [None] * 4)] == [1, 0, 0.5, 0.5]
+
+
+@fast
+def test_changes_are_paired_by_question_and_averaged_over_seeds():
+    tested = lambda right, relation="0404": {"synthetic": {"depth": {"greedy_accuracy": right, "relation": relation}}}
+    base = {"tests": tested("040400", "040440")}                       # the base answered two questions more
+    runs = [{"tests": tested("4404")}, {"tests": tested("4400")}]
+    c = figures.compared(runs, base, "synthetic", "depth")
+    change = np.array([1, 0, 0, -0.5])                                 # by hand: mean over seeds minus base, per question
+    assert c["value"] == pytest.approx(62.5) and c["base"] == 50 and c["change"] == pytest.approx(100 * change.mean())
+    assert c["half"] == pytest.approx(196 * change.std(ddof=1) / 2) and c["spread"] == pytest.approx(np.std([75, 50], ddof=1))
+    assert c["n"] == 4 and c["seeds"] == 2 and c["each"] == [75.0, 50.0]
+    opposite = figures.compared(runs, base, "synthetic", "depth", word=1)
+    assert opposite["n"] == 2 and opposite["value"] == 75 and opposite["base"] == 100
+
+
+@fast
+def test_an_arm_is_its_seeds_and_nothing_with_a_longer_name():
+    results = {n: {"name": n} for n in ("depth-consistency-1", "depth-consistency-0", "depth-consistency-random-0", "depth-consistency-long-0")}
+    assert [r["name"] for r in figures.arm(results, "depth", "consistency")] == ["depth-consistency-0", "depth-consistency-1"]
+
+
+# --- nothing is repeated or lost --------------------------------------------------------------------------------------
+
+@fast
+def test_finished_runs_are_not_repeated_half_a_line_is_passed_over_and_other_sizes_are_refused(tmp_path, monkeypatch):
+    file, size = tmp_path / "results.jsonl", Size()
+    file.write_text(json.dumps({"name": "a", "size": vars(size)}) + "\n" + '{"name": "b", "si')
+    assert list(read_results(file)) == ["a"]
+    asked = []
+
+    class Future:
+        def __init__(self, line): self.result = lambda: line
+
+    class Pool:
+        def __init__(self, *_, **__): ...
+        def __enter__(self): return self
+        def __exit__(self, *_): ...
+        def submit(self, _, run, *__):
+            asked.append(run.name)
+            return Future({"name": run.name, "size": vars(size)})
+
+    monkeypatch.setattr(experiments, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(experiments, "as_completed", list)
+    runs = [Run("a"), Run("b"), Run("c")]
+    experiments.carry_out_all(runs, tmp_path, file, size, workers=1)
+    assert asked == ["b", "c"] and list(read_results(file)) == ["a", "b", "c"]
+    with pytest.raises(DataError, match="other steps or test sizes; give another --results"):
+        experiments.carry_out_all(runs, tmp_path, file, Size(steps=7), workers=1)
+
+
+@fast
+def test_wrong_names_are_refused_with_the_choices():
+    done = subprocess.run([sys.executable, ROOT / "experiments.py", "figure99"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "figure99: choose from figure2" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_all_experiments_together_run_quickly_and_every_figure_is_drawn_from_them(tmp_path):
+    work = tmp_path / "work"
+    assert experiments.main(["--quick", "--workers", "2", "--work", str(work)]) == 0
+    results = read_results(work / "experiments.jsonl")
+    assert set(results) == {r.name for r in wanted(list(FIGURES), Size(seeds=1))}
+    assert results["depth-consistency-long-0"]["curve"][-1][0] == 20 and results["depth-consistency-0"]["curve"][-1][0] == 2
+    before = (work / "experiments.jsonl").read_bytes()
+    assert experiments.main(["--quick", "--work", str(work)]) == 0 and (work / "experiments.jsonl").read_bytes() == before
+    assert figures.main(["--results", str(work / "experiments.jsonl"), "--out", str(tmp_path / "drawn"),
+                         "--adapter", str(work / "depth-consistency-0")]) == 0
+    text = (tmp_path / "drawn" / "experiments.txt").read_text()
+    assert "not run" not in text
+    assert {f.name for f in (tmp_path / "drawn").glob("*.png")} == {f"{n}.png" for n in ("figure2", "figure3_4", "figure5", "figure6", "figure8", "figure10", "long")}
