@@ -14,9 +14,11 @@ at l1. Nothing here has a gradient: the policy learns by GRPO, from the number.
 What differs: h comes from a table, one sentence per task, where the paper asks GPT-5.3-Chat for one per training instance
 (whether that model sees the answer it does not say; the table cannot). One picture per prompt, not several. Eq. (3) leaves
 out T > l3; the text says that it pays nothing. l_task is 1 throughout: Eq. (6) divides the scale of a reward out again.
-That also means: where all completions of a group earn the same r_task, l_KL alone cancels, and 5e-3 pushes as hard as 5
-(`python lenguard.py` shows it). The paper's format weight is 0.2; ours is 1.0 unless `--format-weight 0.2`.
+That also means: where all completions of a group earn the same r_task, the weight of the KL alone cancels, and 5e-3 pushes
+as hard as 5 (`python lenguard.py` shows it). So does D_1, which no completion can change. The paper's format weight is 0.2;
+ours is 1.0 unless `--format-weight 0.2`.
 
+    python train.py --task depth --lenguard staged --format-weight 0.2
     reward = guarded(over_pairs(make_reward("consistency")), kl_weight=5e-3, stages=STAGES["paper"])
     A = plain_advantages(batch, reward(batch), format_weight=0.2)                                        # (B, K)
 
@@ -34,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from command import Parser, run
+from command import Parser, run as run_command
 from grpo import LOGITS_AT_ONCE, completion_hidden, microbatches
 from images import DataError
 from model import VLM, make_prompt
@@ -157,12 +159,12 @@ def add_certain(rewards: PairRewards, extra: np.ndarray, extra_prime: np.ndarray
 # ------------------------------------------------------------------------------------------------- from the command line
 def add_flags(parser) -> None:
     """What train.py takes."""
-    parser.add_argument("--lenguard", default="off", choices=MODES, help="guided-prompt KL with no, a flat or a staged length bonus")
+    parser.add_argument("--lenguard", default="off", choices=MODES, help="guided-prompt KL; kl: no bonus for length")
     parser.add_argument("--lenguard-kl-weight", type=float, default=5e-3, metavar="W", help="l_KL: reward lost per nat of KL")
     parser.add_argument("--lenguard-bonus-weight", type=float, default=1.0, metavar="W", help="l_len: times the length bonus")
     parser.add_argument("--lenguard-lengths", type=int, nargs=3, metavar=("L1", "L2", "L3"),
                         help="tokens from which there is a bonus, it is full, it is gone; default: from the preset")
-    parser.add_argument("--lenguard-bonus", type=float, nargs=2, default=[0.25, 0.30], metavar=("R1", "R2"), help="at L1, from L2 on")
+    parser.add_argument("--lenguard-bonus", type=float, nargs=2, default=[0.25, 0.30], metavar=("R1", "R2"), help="at L1, at L2")
 
 
 def from_arguments(args: Namespace, reward: Reward) -> Reward:
@@ -187,8 +189,8 @@ def check_flags(args: Namespace) -> None:
     if not 0 <= l1 < l2 <= l3:
         raise DataError(f"--lenguard-lengths {l1} {l2} {l3}: must be 0 <= L1 < L2 <= L3")
     if args.lenguard != "kl" and l1 > args.max_new_tokens:
-        raise DataError(f"--lenguard-lengths {l1} {l2} {l3}: no completion reaches L1 under --max-new-tokens {args.max_new_tokens}; "
-                        "lower the one or raise the other")
+        raise DataError(f"--lenguard-lengths {l1} {l2} {l3}: no completion reaches L1 under --max-new-tokens "
+                        f"{args.max_new_tokens}; lower the one or raise the other")
     if not (0 <= r1 <= r2 and args.lenguard_kl_weight >= 0 and args.lenguard_bonus_weight >= 0):
         raise DataError("--lenguard-bonus must be 0 <= R1 <= R2, --lenguard-kl-weight and --lenguard-bonus-weight at least 0")
 
@@ -231,7 +233,9 @@ def read_arm(runs: list[str]) -> dict[str, np.ndarray]:
     except (OSError, ValueError) as error:
         raise DataError(f"--arm: {error}; give folders of runs") from None
     steps = min(map(len, logs))
-    return {name: np.array([[row[name] for row in log[:steps]] for log in logs]) for name in SHOWN if steps and name in logs[0][0]}
+    if steps == 0:
+        raise DataError(f"--arm: a run of {' '.join(runs)} has not made a step; leave it out")
+    return {name: np.array([[row[name] for row in log[:steps]] for log in logs]) for name in SHOWN if name in logs[0][0]}
 
 
 def compare_arms(arms: dict[str, dict[str, np.ndarray]], out: str) -> None:
@@ -252,17 +256,18 @@ def compare_arms(arms: dict[str, dict[str, np.ndarray]], out: str) -> None:
             axis.set(title=f"{title} (mean of 10 steps)", xlabel="step")
             ends = [f"{v.mean():.3f} +- {v.std(ddof=1) if len(v) > 1 else float('nan'):.3f}"
                     for v in (values[:, :20].mean(1), values[:, -20:].mean(1))]
-            print(f"{arm:<10} {title:<24} {ends[0]:>16} -> {ends[1]:<16} per seed " + " ".join(
+            print(f"{arm:<13} {title:<22} {ends[0]:>16} -> {ends[1]:<16} per seed " + " ".join(
                 f"{v:.3f}" for v in values[:, -20:].mean(1)))
     for axis in axes:
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=9)
+        if axis.lines:
+            axis.legend(fontsize=9)
     figure.savefig(out, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> int:
     p = Parser(description=__doc__.splitlines()[0])
-    p.add_argument("--arm", nargs="+", action="append", metavar="NAME RUN", help="a name and its runs: compare them; without: a worked example")
+    p.add_argument("--arm", nargs="+", action="append", metavar="NAME RUN", help="compare runs; without: a worked example")
     p.add_argument("--out", default="lenguard.png", metavar="FILE", help="the picture of that comparison")
     args = p.parse_args(argv)
     if not args.arm:
@@ -275,4 +280,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(main))
+    raise SystemExit(run_command(main))

@@ -1,4 +1,6 @@
 """Claims about lenguard.py: the KL against the library and torch.distributions, Eq. (3) and Eq. (9) by hand, no answer in h."""
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -300,7 +302,6 @@ def test_settings_that_cannot_be_meant_are_refused(argv, message):
         settled(*argv)
 
 
-@fast
 def test_a_run_logs_the_parts_of_its_reward_and_resumes_with_its_own_settings(base, photos, tmp_path, quick):
     options = dict(lenguard="staged", lenguard_kl_weight=0.05, format_weight=0.2)
     argv = [*flags(base, photos, tmp_path / "run", steps=2, **options), "--lenguard-lengths", "1", "8", "9"]
@@ -313,8 +314,23 @@ def test_a_run_logs_the_parts_of_its_reward_and_resumes_with_its_own_settings(ba
     for row, other in zip(rows, expected):
         for name in ("reward", "task_reward", "guided_kl", "guided_kl_per_token", "length_bonus", "length"):
             assert row[name] == pytest.approx(other[name], rel=1e-5), name
-        assert row["reward"] == pytest.approx(row["task_reward"] + 0.2 * row["format"] - 0.05 * row["guided_kl"] + row["length_bonus"])
+        parts = row["task_reward"] + 0.2 * row["format"] - 0.05 * row["guided_kl"] + row["length_bonus"]
+        assert row["reward"] == pytest.approx(parts)
         assert row["guided_kl"] > 0 and 0 < row["guided_kl_per_token"] <= row["guided_kl"]
     assert all(0.25 <= row["length_bonus"] <= 0.30 for row in rows)
     with pytest.raises(DataError, match="--lenguard kl differs from the run's own staged"):
         train.main(["--resume", str(tmp_path / "run"), "--lenguard", "kl"])
+
+
+@fast
+def test_runs_side_by_side_are_compared_over_the_steps_they_share(tmp_path, capsys):
+    for name, steps, length in (("a", 30, 10.0), ("b", 25, 14.0)):
+        (tmp_path / name).mkdir()
+        rows = [dict(step=s + 1, length=length + (s >= 20), task_reward=0.5) for s in range(steps)]
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arm = ["--arm", "both", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert lenguard.main([*arm, "--out", str(tmp_path / "arms.png")]) == 0 and (tmp_path / "arms.png").stat().st_size > 1000
+    out = capsys.readouterr().out  # 25 shared steps: the last 20 hold 15 of the old length and 5 of the new
+    assert "steps 1-20 -> 6-25" in out and "12.000 +- 2.828 -> 12.250 +- 2.828" in out and "per seed 10.250 14.250" in out
+    with pytest.raises(DataError, match="--arm: .*give folders of runs"):
+        lenguard.main(["--arm", "none", str(tmp_path / "nothing")])
