@@ -19,7 +19,7 @@ from data import TASKS, Object
 from dataset import to_prompt
 from grpo import rollout
 from images import DataError, open_image
-from model import load_base_and_adapter
+from model import default_new_tokens, load_base_and_adapter
 from questions import SYSTEM_PROMPT, Question, prompt_text
 from transforms import Prompted, View, prompted
 from verifiers import TASK_KIND, parse
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--template", type=int, default=0, choices=range(5))
     p.add_argument("--adapter", metavar="RUN", help="a folder that train.py made; without it only the base model answers")
     p.add_argument("--model", help="default: the adapter's own base, else 'tiny'")
-    p.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48 (tiny) or 512")
+    p.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48 for the embedded model and 512 for others")
     args = p.parse_args(argv)
 
     wanted = BOXES.get(args.task, 2)
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 def ask(args: Namespace, shown: Prompted) -> None:
     """Print the prompt, then what base and adapter say, greedily."""
     vlm, trained = load_base_and_adapter(args.model, args.adapter)
-    limit = args.max_new_tokens or trained.get("max_new_tokens") or (48 if vlm.name == "tiny" else 512)
+    limit = args.max_new_tokens or trained.get("max_new_tokens") or default_new_tokens(vlm)
     prompt = to_prompt(vlm, shown, trained.get("system_prompt_text", SYSTEM_PROMPT))
     print(prompt_text(shown.question, {i: o.name for i, o in shown.view.objects.items()}))
     for name in ("base", "adapter") if args.adapter else ("base",):

@@ -12,7 +12,7 @@ beyond those before it, from torch's own allocation records (CUDA: its counter):
 not depend on what the C library gives back, and it repeats exactly.
 
     OMP_NUM_THREADS=1 python benchmark.py                     # everything below; keeps results/benchmark.{txt,json}
-    OMP_NUM_THREADS=1 python benchmark.py --parts shapes      # the two shapes alone
+    OMP_NUM_THREADS=1 python benchmark.py --parts short        # one shape alone
     python benchmark.py --real-size 3B                        # needs a CUDA GPU: Qwen2.5-VL-3B's shape, random weights
 
 Letters: B prompts, K completions per prompt, P prompt tokens, C completion tokens.
@@ -45,15 +45,16 @@ from pairing import pair_rewards, verifier_matrix
 from ranks import setup
 
 LONG, SHORT = Shape(293, 64), Shape(66, 24, pixels=168)
-BASE = replace(LONG, B=2)                                                    # of the sweeps
+SHAPES = {"long": LONG, "short": SHORT}
+BASE = replace(SHORT, B=2)                                                   # of the sweeps
 SWEEPS = {"K": [replace(BASE, K=K) for K in (2, 4, 8, 16, 32)],
-          "P": [replace(BASE, P=P, pixels=side) for P, side in ((66, 168), (133, 280), (293, 448), (549, 630))],
-          "C": [replace(BASE, C=C) for C in (16, 32, 64, 128, 256)]}
+          "P": [replace(BASE, P=P, pixels=side) for P, side in ((66, 168), (133, 280), (293, 448), (549, 616))],
+          "C": [replace(BASE, C=C) for C in (8, 24, 72, 216)]}
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
 ONE_PROMPT = dict(tokens_per_microbatch=1)           # fewer than any prompt has, so that each is a micro-batch of its own
 REAL = Shape(P=640, C=256, pixels=616)               # 484 image tokens, near the limit of 512 in training
 NO_TRL = ("TRL was not measured: {}. It needs an environment of its own; benchmark_trl.py says which, and\n"
-          "`TRL-ENV/bin/python benchmark.py --parts shapes` measures it.")
+          "`TRL-ENV/bin/python benchmark.py --parts long short` measures it.")
 
 
 # -------------------------------------------------------------------------------------------------------- measurements
@@ -104,7 +105,8 @@ def measure_pairing(rounds: int) -> list[dict]:
         jobs = {"matrix": lambda: verifier_matrix(y, y_prime, False), "scipy": lambda: linear_sum_assignment(V),
                 "ours": lambda: pair_rewards(y, y_prime, False), "ours, with advantages": lambda: pair_advantages(y, y_prime)}
         jobs |= {"POT": lambda: emd(even, even, V)} if emd else {}
-        found.append({"K": K} | {name: 1e6 * min(repeat(job, timer=time.process_time, number=100, repeat=rounds)) / 100 for name, job in jobs.items()})
+        found.append({"K": K} | {name: 1e4 * min(repeat(job, timer=time.process_time, number=100, repeat=rounds))
+                                 for name, job in jobs.items()})                                  # microseconds a call
     return found
 
 
@@ -188,8 +190,8 @@ def table(found: dict) -> list[str]:
 def report(results: dict) -> str:
     """All that has been measured so far, as text."""
     lines = []
-    for found in results.get("shapes", {}).values():
-        lines += [*table(found), ""]
+    for name in SHAPES:
+        lines += [*table(results[name]), ""] if name in results else []
     for letter, points in results.get("sweeps", {}).items():
         lines.append(f"sweep of {letter}, 2 prompts: token ratio, and how many times faster than repeated")
         for p in points:
@@ -211,9 +213,11 @@ def report(results: dict) -> str:
 def pairing_share(results: dict) -> str:
     """Pairing and advantages of all pairs as a share of the shorter step."""
     us = next(row["ours, with advantages"] for row in results["pairing"] if row["K"] == SHORT.K)
-    step = median(r["step"] for r in results["shapes"]["short"]["contestants"]["ours"]["rows"]) if "shapes" in results else None
-    return "" if step is None else (f"  {SHORT.B // 2} pairs with their advantages at K = {SHORT.K}: {us * SHORT.B / 2:.0f} us, "
-                                    f"{100 * us * 1e-6 * SHORT.B / 2 / step:.3f} % of a step of P = {SHORT.P}, C = {SHORT.C}")
+    if "short" not in results:
+        return ""
+    step = median(r["step"] for r in results["short"]["contestants"]["ours"]["rows"])
+    return (f"  {SHORT.B // 2} pairs with their advantages at K = {SHORT.K}: {us * SHORT.B / 2:.0f} us, "
+            f"{100 * us * 1e-6 * SHORT.B / 2 / step:.3f} % of a step of P = {SHORT.P}, C = {SHORT.C}")
 
 
 def draw(results: dict, file: Path) -> None:
@@ -231,14 +235,15 @@ def draw(results: dict, file: Path) -> None:
         middle.plot(P, [p["best"]["repeated"][part] / p["best"]["ours"][part] for p in points], style, label=part)
     middle.set(title=f"times faster than repeated (K = {BASE.K}, C = {BASE.C})", xlabel="prompt tokens P", ylim=(0, None))
     middle.legend()
-    names = [n for n in ("ours", "repeated", "TRL") if all(n in f["contestants"] for f in results["shapes"].values())]
-    for i, found in enumerate(results["shapes"].values()):
+    names = [n for n in ("ours", "repeated", "TRL") if all(n in results[s]["contestants"] for s in SHAPES)]
+    for i, found in enumerate(results[s] for s in SHAPES):
         base = median(r["step"] for r in found["contestants"][names[-1]]["rows"])
         heights = [median(r["step"] for r in found["contestants"][n]["rows"]) / base for n in names]
-        bars = right.bar(np.arange(len(names)) + 0.4 * i - 0.2, heights, 0.38, label=f"P = {found['shape']['P']}, C = {found['shape']['C']}")
+        label = "P = {P}, C = {C}".format(**found["shape"])
+        bars = right.bar(np.arange(len(names)) + 0.4 * i - 0.2, heights, 0.38, label=label)
         right.bar_label(bars, [f"{h:.2f}" for h in heights])
     right.set_xticks(range(len(names)), names)
-    right.set(title=f"seconds of a whole step, {names[-1]} = 1")
+    right.set(title=f"seconds of a whole step, {names[-1]} = 1", ylim=(0, 1.45))
     right.legend(loc="upper left")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
@@ -246,26 +251,26 @@ def draw(results: dict, file: Path) -> None:
 
 
 def draw_idea(axes, K: int = 4) -> None:
-    """K rows [picture | question | completion]; what is computed again and again is hatched, what is shared is drawn once."""
-    parts = (("picture", 3.2, "#9ecae1"), ("question", 1.3, "#c6dbef"), ("completion", 1.6, "#fdae6b"))
+    """K completions of one prompt: what the repeated form computes again and again is hatched; ours has it once."""
+    parts = (("picture", 0.0, 3.2, "#9ecae1"), ("question", 3.2, 1.3, "#c6dbef"), ("completion", 4.9, 1.6, "#fdae6b"))
     for top, title, form in ((0, "repeated: K (P + C) tokens", "repeated"), (-K - 2.2, "ours: P + K C tokens", "ours")):
         axes.text(0, top + 0.35, title, fontsize=10)
+        middle = top - (K - 1) / 2
+        for name, x, width, colour in parts:
+            once = form == "ours" and name != "completion"
+            for k, y in enumerate([middle] if once else [top - k for k in range(K)]):
+                again = form == "repeated" and name != "completion" and k > 0
+                axes.bar(x, -0.85, width - 0.06, bottom=y, align="edge", color=colour, edgecolor="white",
+                         hatch="///" if again else None)
+                axes.text(x + width / 2, y - 0.45, name, ha="center", va="center", fontsize=9) if k == 0 else None
         for k in range(K):
-            x = 0.0
-            for name, width, colour in parts:
-                if form == "repeated" or k == 0 or name == "completion":
-                    shared = form == "ours" and name != "completion"
-                    axes.bar(x, -K if shared else -0.85, width - 0.06, bottom=top if shared else top - k, align="edge",
-                             color=colour, hatch="///" if form == "repeated" and name != "completion" and k else None, edgecolor="white")
-                    if k == 0:
-                        axes.text(x + width / 2, top - (K / 2 if shared else 0.45), name, ha="center", va="center", fontsize=9)
-                x += width
-    axes.set(xlim=(0, 6.3), ylim=(-2 * K - 2.4, 1.4), title="what is computed, in rollout and update")
+            axes.plot([4.46, 4.88], [(middle if form == "ours" else top - k) - 0.43, top - k - 0.43], color="grey", lw=0.8)
+    axes.set(xlim=(0, 6.6), ylim=(-2 * K - 2.4, 1.4), title="what is computed, in rollout and update")
     axes.axis("off")
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
-PARTS = ("shapes", "sweeps", "pairing", "ranks")
+PARTS = (*SHAPES, "sweeps", "pairing", "ranks")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -286,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         as_rank(args.rounds)
         return 0
     torch.set_num_threads(1)
-    missing = why_no_trl() if "shapes" in args.parts else None
+    missing = why_no_trl() if set(args.parts) & set(SHAPES) else None
     if missing:
         if args.trl:
             raise DataError(f"--trl: {missing}; use the environment that benchmark_trl.py describes")
@@ -295,8 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     results = json.loads(file.read_text()) if file.is_file() else {}
     for part in args.parts:
         print(f"measuring {part} ...", flush=True)
-        results[part] = {"shapes": lambda: {name: measure_shape(shape, args.rounds, trl=not missing)
-                                            for name, shape in (("long", LONG), ("short", SHORT))},
+        results[part] = {"long": lambda: measure_shape(SHAPES["long"], args.rounds, trl=not missing),
+                         "short": lambda: measure_shape(SHAPES["short"], args.rounds, trl=not missing),
                          "sweeps": lambda: measure_sweeps(args.rounds), "pairing": lambda: measure_pairing(args.rounds),
                          "ranks": lambda: measure_ranks(args.rounds)}[part]()
         results["machine"] = machine()
@@ -304,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
         file.write_text(json.dumps(results))
         file.with_suffix(".txt").write_text(report(results))
     print(report(results))
-    if {"shapes", "sweeps"} <= results.keys():
+    if {*SHAPES, "sweeps"} <= results.keys():
         draw(results, Path(args.picture))
     return 0
 

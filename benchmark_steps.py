@@ -239,5 +239,20 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
         yield peak
-    changes = sorted((e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    changes = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes.sort(key=lambda e: e.start_ns())
     peak.append(max(accumulate((e.nbytes() for e in changes), initial=0)))
+
+
+def main() -> None:
+    shape = Shape(P=66, C=8, K=4, B=2, pixels=168)
+    print(f"{shape}: {shape.tokens('repeated')} tokens repeated, {shape.tokens('ours')} ours, ratio {shape.token_ratio:.2f}\n")
+    for form in FORMS:
+        stepper = Stepper(form, shape)
+        stepper.step(0)                                                           # the first step warms up
+        took = ", ".join(f"{part} {s:.3f} s" for part, s in stepper.step(1).items())
+        print(f"{form:<9} {took}, update holds at most {stepper.update_memory() / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,7 @@ It lives in an environment of its own, because nothing else in this project need
 
     python -m venv trl-env
     trl-env/bin/pip install torch==2.14.1 torchvision==0.29.1 trl transformers==5.24.0 peft==0.21.2 scipy pillow numpy matplotlib
-    OMP_NUM_THREADS=1 trl-env/bin/python benchmark.py --parts shapes
+    OMP_NUM_THREADS=1 trl-env/bin/python benchmark.py --parts long short
 
 What is set for its sake, each measured or needed: one batch of all B K rows (accumulating would load every picture again),
 no activation checkpointing (its default; the update takes over 1.5 times as long), no reference model (beta 0), no

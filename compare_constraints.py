@@ -1,7 +1,7 @@
 """Runs with constraints against each other: one table of held-out numbers, one picture over the steps.
 
 Every run is a folder of `train.py --constrain ...` with a test.json in it from `faithfulness.py --adapter RUN --out RUN/test.json`.
-The table gives mean and standard deviation over the runs of an arm, and whether the constraint held over the last 20 steps.
+The table gives mean and standard deviation over the runs of an arm; the mean of c_C tells whether the constraint held.
 
     python compare_constraints.py --base base.json --arm "task only" runs/measure-? --arm constrained runs/dual-? --picture curves.png
 """
@@ -44,26 +44,26 @@ def series(run: Path, key: str) -> np.ndarray:
 
 
 def table(base: dict, arms: dict[str, list[Path]]) -> list[str]:
-    """Held-out numbers in %, mean +- standard deviation over an arm's runs; the base has one value."""
-    lines = [f"{'arm':<24}" + "".join(f"{how + ' ' + what.replace('inconsistency', 'incons.'):>30}" for how, what in HELD_OUT)
-             + f"{'c_C, last 20 steps':>22}{'lambda at the end':>20}",
-             f"{'base':<24}" + "".join(f"{100 * base[how][what]['value']:>30.1f}" for how, what in HELD_OUT)]
-    for name, runs in arms.items():
-        tests = [read(run / "test.json") for run in runs]
-        cells = []
-        for how, what in HELD_OUT:
-            values = 100 * np.array([t[how][what]["value"] for t in tests])                         # (runs,)
-            cells.append(f"{values.mean():.1f} +- {spread(values):.1f}  [{' '.join(f'{v:.1f}' for v in values)}]")
-        met = np.array([series(run, "constraint_consistency")[-LAST:].mean() for run in runs])
-        multipliers = np.array([series(run, "lambda_consistency")[-1] for run in runs])
-        lines.append(f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells) + f"{100 * met.mean():>15.1f} +- {100 * spread(met):.1f}"
-                     + f"{multipliers.mean():>13.2f} +- {spread(multipliers):.2f}")
+    """Held-out numbers in %, mean, standard deviation over an arm's runs, and every run; the base has one value."""
+    tests, lines = {name: [read(run / "test.json") for run in runs] for name, runs in arms.items()}, []
+    for how, what in HELD_OUT:
+        e = base[how][what]
+        lines.append(f"{how + ' ' + what:<34}{'base':<22}{100 * e['value']:6.1f}{'':<12} n = {e['n']}")
+        lines += [row(name, [100 * t[how][what]["value"] for t in tests[name]], 1) for name in arms]
+    for title, key, scale, digits in ((f"mean of c_C, last {LAST} steps", "constraint_consistency", 100, 1),
+                                      ("largest multiplier", "lambda_consistency", 1, 2)):
+        lines.append(title)
+        for name, runs in arms.items():
+            values = [series(run, key) for run in runs]                                             # each (steps,)
+            lines.append(row(name, [scale * (v.max() if digits == 2 else v[-LAST:].mean()) for v in values], digits))
     return lines
 
 
-def spread(values: np.ndarray) -> float:
-    """Standard deviation over runs, nan for one."""
-    return float(values.std(ddof=1)) if len(values) > 1 else float("nan")
+def row(name: str, values: list[float], digits: int) -> str:
+    """One arm: mean +- standard deviation over its runs, then each run."""
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
+    each = " ".join(f"{v:.{digits}f}" for v in values)
+    return f"{'':<34}{name:<22}{np.mean(values):6.{digits}f} +- {spread:<8.{digits}f} per seed {each}"
 
 
 def draw(arms: dict[str, list[Path]], picture: Path) -> None:
@@ -73,11 +73,14 @@ def draw(arms: dict[str, list[Path]], picture: Path) -> None:
     panels = (("sampled thinking that contradicts its answer", lambda run: 1 - series(run, "unmasked_consistency")),
               ("task reward", lambda run: series(run, "task_reward")),
               ("multiplier of the constraint", lambda run: series(run, "lambda_consistency")))
+    colours = {name: f"C{i}" for i, name in enumerate(arms)}
     for axis, (title, values_of) in zip(axes, panels):
         for name, runs in arms.items():
+            if axis is axes[2] and not any(values_of(run).any() for run in runs):
+                continue                                                      # an arm without a multiplier
             curves = np.array([smooth(list(values_of(run))) for run in runs])                       # (runs, steps)
             steps = np.arange(1, curves.shape[1] + 1)
-            (line,) = axis.plot(steps, curves.mean(0), label=f"{name} ({len(runs)} seeds)")
+            (line,) = axis.plot(steps, curves.mean(0), color=colours[name], label=f"{name} ({len(runs)} seed{'s' * (len(runs) > 1)})")
             axis.fill_between(steps, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15)
         axis.set(title=title, xlabel="step (mean of 10)")
         axis.grid(alpha=0.3)

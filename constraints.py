@@ -13,7 +13,7 @@ labels, ours, to those with E[c_i] >= 1/2 under the pairing. A group with fewer 
 Ours, where the paper's table is lost: tau 0.95, 0.85, 0.65, eta 0.05, lambda 0 at the start; the step uses lambda from before
 its own update. Stage one of the paper, supervised training on search traces, is left out.
 
-    python train.py --task depth --reward accuracy --constrain consistency
+    python train.py --task depth --preset tiny --model runs/contradicting --reward accuracy --constrain consistency
     advantages = constrained(plain_advantages, scores, passes, {"consistency": 0.95}, state)
     A = advantages(batch, reward(batch))          # (B, K)
 """

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     if Path(args.out).exists():
         raise DataError(f"--out {args.out} exists; give another name")
     save(teach(args), Path(args.out))
-    print(f"wrote {args.out}; train on it with --model {args.out}")
+    print(f"wrote {args.out}; train on it with --preset tiny --model {args.out}")
     return 0
 
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import scenes
-from data import BOOLEAN_TASKS, TASKS, Example, examples as example_of, hashed, load_omni3d, split as split_records
+from data import BOOLEAN_TASKS, TASKS, Example, Record, examples as example_of, hashed, load_omni3d, split as split_records
 from images import DataError, bad_pictures
 from model import VLM, Prompt, make_prompt
 from questions import draw_question, prompt_text
+from ranks import gather, local_ranks, world_size
 from transforms import Prompted, Transform, draw_transform, make_pair, negates
 
 SCENES_PER_EPOCH = 1000          # synthetic examples per task that training goes through before it meets one again
@@ -55,7 +58,7 @@ def load_examples(data: str, task: str, split: str, select: str = "gap", limit: 
         per_task = limit or SCENES_PER_EPOCH
         chosen = [e for t in tasks_of(task) for e in _scene_examples(data, t, split, select, per_task)]
     else:
-        chosen = folder_examples(data, split, select, tasks_of(task), sources)[:limit]
+        chosen = folder_examples(data, split, select, tasks_of(task), sources, limit)
     if not chosen:
         raise DataError(f"--data {data}: no example of task {task} in the {split} split (--select {select}); run "
                         f"`python data.py --check {data}` to see what the folder holds, or use --data synthetic")
@@ -76,17 +79,48 @@ def _scene_examples(domain: str, task: str, split: str, select: str, n: int) -> 
             return chosen
 
 
-def folder_examples(folder: str, split: str, select: str, tasks: tuple[str, ...], sources: tuple[str, ...]) -> list[Example]:
-    """Examples of a folder's pictures, in an order by hash. Unusable pictures are named on stdout and left out."""
+def folder_examples(folder: str, split: str, select: str, tasks: tuple[str, ...], sources: tuple[str, ...],
+                    limit: int | None = None) -> list[Example]:
+    """Examples of a folder's pictures, in an order by hash. Unusable pictures are named on stdout and left out.
+
+    Every picture that may be drawn is decoded once before training, and none is replaced later: with a `limit` the first
+    so many examples whose pictures are good, and no picture beyond them is opened.
+    """
     if split == "val":
         raise DataError("--split val exists for synthetic scenes only; use train, test or all")
-    records = split_records(load_omni3d(folder, sources), split)
+    files = sorted(f for part in ("annotations", "Omni3D") for f in Path(folder).glob(f"{part}/*.json"))
+    stamp = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files)
+    records = split_records(_records(folder, sources, stamp), split)
     chosen = [e for r in records for t in tasks if (e := example_of(r, t, select)) is not None]
-    used = list({id(e.record): e.record for e in chosen}.values())
-    problems = dict(zip((r.image_id for r in used), bad_pictures([r.load for r in used])))
-    for problem in filter(None, problems.values()):
-        print(f"left out: {problem}")
-    return sorted((e for e in chosen if problems[e.record.image_id] is None), key=lambda e: hashed("shuffle", e.id))
+    chosen.sort(key=lambda e: hashed("shuffle", e.id))
+    good: list[Example] = []
+    for start in range(0, len(chosen), limit or len(chosen)):
+        part = chosen[start:start + (limit or len(chosen))]
+        problems = picture_problems(list({id(e.record): e.record for e in part}.values()))
+        for problem in filter(None, problems.values()):
+            print(f"left out: {problem}")
+        good += [e for e in part if problems[e.record.image_id] is None]
+        if limit and len(good) >= limit:
+            break
+    return good[:limit]
+
+
+@lru_cache(maxsize=2)
+def _records(folder: str, sources: tuple[str, ...], stamp: tuple) -> list[Record]:
+    """A folder is read once for all splits and tasks; `stamp` (its files' times and sizes) tells whether it has changed."""
+    return load_omni3d(folder, sources)
+
+
+def picture_problems(records: list[Record]) -> dict[int, str | None]:
+    """Image id -> why its picture cannot be used, or None. The ranks of a node share the decoding, and all ranks get all
+    findings: a read error that one of them met alone leaves the picture out everywhere, so their lists cannot differ."""
+    local, size = local_ranks()
+    mine = records[local::size]
+    found = gather(dict(zip((r.image_id for r in mine), bad_pictures([r.load for r in mine]))), world_size())
+    merged = {r.image_id: None for r in records}
+    for part in found:
+        merged |= {image_id: problem for image_id, problem in part.items() if problem}
+    return merged
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs

@@ -10,8 +10,9 @@ small language, so labels are exact and held-out *kinds* of equivalence can be d
 reflection, there written by the judges, are written by rule here: each answer brought to one form, then part against part.
 
     item = draw_item("cm_m", consistent=False, rng=np.random.default_rng(0))
-    item.said, item.reference, item.thinking       # '7.78 m', '877 cm',
-                                                   # 'Analysis: response 7.78 m is 7.78 m; reference 877 cm is 8.77 m. ...'
+    item.said, item.reference            # '8.62 m', '852 cm'
+    item.thinking                        # 'Analysis: response 8.62 m is 8.62 m; reference is 8.52 m.
+                                         #  Reflection: 8:8 .:. 6:5 differs. ...'
 
 Run `python equivalence.py` for one item of each kind and label.
 """
@@ -319,17 +320,21 @@ def in_test(item: Item) -> bool:
 
 
 def draw_set(names: Sequence[str], n: int, seed: int, split: str = "train") -> list[Item]:
-    """n items, kind after kind, each kind consistent and inconsistent by turns. Split: train or test, no pair in both."""
+    """n items, kind after kind in an order of this seed's own, each consistent and inconsistent by turns.
+
+    Split: train or test, no pair in both. The order matters where n is small: all kinds must have their turn over the seeds.
+    """
     rng, items = np.random.default_rng([seed, split == "test"]), []
+    order = rng.permutation(len(names))
     while len(items) < n:
         i = len(items)
-        item = draw_item(names[i // 2 % len(names)], i % 2 == 0, rng)
+        item = draw_item(names[order[i // 2 % len(names)]], i % 2 == 0, rng)
         if in_test(item) == (split == "test"):
             items.append(item)
     return items
 
 
 if __name__ == "__main__":
-    for item in draw_set(tuple(KINDS), 2 * len(KINDS), seed=0):
+    for item in (item for name in KINDS for item in draw_set((name,), 2, seed=0)):
         print(f"{item.kind:<17}{'<|+|>' if item.consistent else '<|-|>'}  {item.said!r:<24} {item.reference!r:<24} "
               f"{item.thinking.splitlines()[1]}")

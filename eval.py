@@ -36,7 +36,7 @@ from data import TASKS, Example
 from dataset import TRAINED_ON, Pair, evaluation_pair, load_examples, to_prompt
 from grpo import rollout
 from images import DataError
-from model import load_base_and_adapter, MIN_PIXELS, run_settings, VLM
+from model import default_new_tokens, is_embedded, load_base_and_adapter, MIN_PIXELS, run_settings, VLM
 from omni3d import SOURCES, read_folder
 from questions import RELATIONS, SYSTEM_PROMPT, Question, ground_truth
 from ranks import gather
@@ -227,7 +227,7 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of questions, transforms and sampling")
     parser.add_argument("--max-pixels", type=int,
                         help="picture size limit; default: as the adapter was trained, else the checkpoint's own, at most 512 tokens")
-    parser.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48 (tiny) or 512")
+    parser.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48 for the embedded model and 512 for others")
     parser.add_argument("--system-prompt", metavar="FILE", help="default: as the adapter was trained, else the built-in one")
     parser.add_argument("--diagnostics", nargs="*", default=["blind", "marks_only", "direct"],
                         choices=("blind", "marks_only", "direct"))
@@ -280,8 +280,8 @@ def main(argv: list[str] | None = None) -> int:
     vlm, trained = load_base_and_adapter(args.model, args.adapter, args.max_pixels)
     system = read_text(args.system_prompt, "--system-prompt") if args.system_prompt else None
     settings = Settings(system or trained.get("system_prompt_text", SYSTEM_PROMPT),
-                        args.max_new_tokens or trained.get("max_new_tokens") or (48 if vlm.name == "tiny" else 512),
-                        args.seed, diagnostics=tuple(args.diagnostics))
+                        args.max_new_tokens or trained.get("max_new_tokens") or default_new_tokens(vlm),
+                        args.seed, diagnostics=tuple(args.diagnostics), rows=256 if is_embedded(vlm) else 64)
     print(f"{vlm.name}{' + ' + args.adapter if args.adapter else ''} on {args.data} ({args.split}), seed {args.seed}, "
           f"{SAMPLES} samples per question at temperature 1, at most {settings.max_new_tokens} tokens, pictures at most "
           f"{vlm.max_pixels:,} pixels")

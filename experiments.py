@@ -129,12 +129,12 @@ def carry_out(run: Run, work: str, size: Size) -> dict:
     folder = Path(work) / run.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(Path(work) / f"{run.name}.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        model = worse_base(Path(work) / "worse-model", size) if run.model == "worse" else run.model
+        model = str(Path(work) / "worse-model") if run.model == "worse" else run.model
         began = time.process_time()
         if run.flags and not (folder / "adapter_model.safetensors").is_file():
             steps = size.steps * run.long
             flags = ["--resume", str(folder)] if (folder / "config.json").is_file() else [
-                *run.flags, "--model", model, "--steps", str(steps), "--examples", str(size.examples),
+                *run.flags, "--preset", "tiny", "--model", model, "--steps", str(steps), "--examples", str(size.examples),
                 "--max-new-tokens", str(size.tokens), "--eval-size", str(size.probe),
                 "--eval-every", str(max(1, steps // 10)), "--out", str(folder)]
             if train.main(flags) != 0:
@@ -193,7 +193,7 @@ def curve(folder: Path) -> dict:
             "seconds_per_step": round(float(np.median([r["seconds_rollout"] + r["seconds_update"] for r in rows])), 4)}
 
 
-def worse_base(folder: Path, size: Size) -> str:
+def worse_base(folder: Path, size: Size) -> None:
     """A base that is wrong more often than right on the opposite words: 60 more steps of pretraining that show it wrong answers
     there (9 of 10), and half of the boolean questions with that word."""
     if not (folder / "config.json").is_file():
@@ -212,7 +212,6 @@ def worse_base(folder: Path, size: Size) -> str:
         draft = folder.with_suffix(".tmp")
         save(vlm, draft)
         draft.replace(folder)
-    return str(folder)
 
 
 def retold(shown, completion: str, rng: np.random.Generator) -> str:
@@ -243,6 +242,8 @@ def carry_out_all(runs: list[Run], work: Path, results: Path, size: Size, worker
     if results.is_file() and not results.read_bytes().endswith(b"\n"):
         with open(results, "a") as file:                 # a killed process left half a line: the next one is not to join it
             file.write("\n")
+    if any(r.model == "worse" for r in todo):
+        worse_base(work / "worse-model", size)           # once, before its runs begin side by side
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         began = {pool.submit(carry_out, run, str(work), size): run for run in todo}
         try:

@@ -11,8 +11,8 @@ Ours, where the paper's text is lost: the model's verdict is the word with more 
 such word: it abstains); the spatial score divides by the larger number of boxes, so that missing and superfluous ones cost; a
 thinking without boxes has no spatial score; a digit is true within 1. The semantic rules read the 3D boxes, that is, labels.
 
-    python faithfulness.py                                               # a worked example
-    python faithfulness.py --model runs/contradicting --split val        # how often does the thinking contradict the answer?
+    python faithfulness.py                                                   # a worked example
+    python faithfulness.py --model runs/contradicting --split val            # how often does thinking contradict the answer?
 """
 from __future__ import annotations
 
@@ -208,13 +208,14 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--split", default="test", choices=("test", "val"))
     p.add_argument("--n", type=int, default=500, help="questions")
     p.add_argument("--samples", type=int, default=4, help="completions per question at temperature 1, beside the greedy one")
+    p.add_argument("--max-new-tokens", type=int, help="default: as the adapter was trained, else 48")
     p.add_argument("--seed", type=int, default=0, help="of questions and sampling")
     p.add_argument("--out", metavar="FILE.json")
     args = p.parse_args(argv)
     if args.model is None and args.adapter is None:
         return demonstrate()
-    if min(args.n, args.samples) < 1:
-        raise DataError("--n and --samples must be at least 1")
+    if min(args.n, args.samples, args.max_new_tokens or 1) < 1:
+        raise DataError("--n, --samples and --max-new-tokens must be at least 1")
     return report(args)
 
 
@@ -222,7 +223,7 @@ def report(args: Namespace) -> int:
     """Measure and print; the rules judge."""
     vlm, trained = load_base_and_adapter(args.model, args.adapter)
     pairs = [evaluation_pair(e, args.seed) for e in load_examples(args.data, args.task, args.split, limit=args.n)]
-    system, limit = trained.get("system_prompt_text", SYSTEM_PROMPT), trained.get("max_new_tokens", 48)
+    system, limit = trained.get("system_prompt_text", SYSTEM_PROMPT), args.max_new_tokens or trained.get("max_new_tokens", 48)
     found = {}
     for how, samples in (("greedy", 0), ("sampled", args.samples)):
         rows = measure(vlm, pairs, system, limit, samples, args.seed)

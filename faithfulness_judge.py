@@ -8,7 +8,7 @@ The verdict is the word that holds more than half of the probability of the judg
 matter); otherwise the judge abstains. differs from the paper: one forward pass in place of a written judgement, one completion
 after the other, and the words of the prompts are ours (the paper's are lost).
 
-Consistency can be judged by any causal language model with a chat template, semantic by Qwen2.5-VL.
+Consistency can be judged by any causal language model with a chat template, semantic by Qwen2.5-VL or Qwen2-VL.
 
     scores = load_judge("Qwen/Qwen2.5-VL-7B-Instruct", ("consistency", "semantic"))
     scores["consistency"](said, shown)             # 1.0, 0.0 or None
@@ -71,7 +71,7 @@ class Judge:
         self.vlm: VLM | None = None
         try:
             path = find_model(name)
-            if AutoConfig.from_pretrained(path).model_type == FAMILY:
+            if AutoConfig.from_pretrained(path).model_type in FAMILY:
                 self.vlm = load_vlm(name, device)
                 self.model, self.tokenizer = self.vlm.model, self.vlm.tokenizer
             else:

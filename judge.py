@@ -121,10 +121,11 @@ class Judge:
                 logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
                                     use_cache=True, logits_to_keep=1).logits[:, -1]                 # (R, V)
             token = logits.argmax(-1)                                                               # (R,)
-            for r in alive.nonzero()[:, 0].tolist():
-                written[r].append(token[r].item())
-                if written[r][-1] in verdict_ids:
-                    found[r] = verdict_of(logits[r].float(), *verdict_ids)
+            for r, (t, going_on) in enumerate(zip(token.tolist(), alive.tolist())):
+                if going_on:
+                    written[r].append(t)
+                    if t in verdict_ids:
+                        found[r] = verdict_of(logits[r], *verdict_ids)
             alive = alive & ~torch.isin(token, stop)                                                # (R,)
             if not alive.any():
                 break
@@ -172,13 +173,21 @@ def triples_of(batch: Batch) -> list[Triple]:
 
 
 def judge_batch(judge: AnyJudge, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """r_hard and r_soft of every completion, (B, K) each; NaN where the judge abstained."""
+    """r_hard and r_soft of every completion, (B, K) each; NaN where the judge abstained.
+
+    Logs what it said, and how often it differs from the parser's reading of a boolean answer or a count.
+    """
     if isinstance(judge, Judge):
         judge.model.to(batch.vlm.device)
-    verdicts = judge(triples_of(batch))
+    triples = triples_of(batch)
+    verdicts = judge(triples)
     hard, soft = (np.array([np.nan if v is None else v for v in column], dtype=float).reshape(len(batch.texts), -1)
                   for column in zip(*((v.hard, v.soft) for v in verdicts)))                         # (B, K), (B, K)
-    batch.log |= {"judged_consistent": float((hard == 1).mean()), "judge_abstained": float(np.isnan(hard).mean())}
+    tasks = [pair.example.task for pair in batch.pairs for _ in (pair.x, pair.x_prime)]             # B
+    read = [p.answer is not None and reference_text(p.answer, task) == reference for (p, task), (_, _, reference) in
+            zip(((p, task) for side, task in zip(batch.parsed, tasks) for p in side), triples)]     # B * K
+    batch.log |= {"judged_consistent": float((hard == 1).mean()), "judge_abstained": float(np.isnan(hard).mean()),
+                  "judge_differs": float((~np.isnan(hard) & (hard != np.reshape(read, hard.shape))).mean())}
     return hard, soft
 
 

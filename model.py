@@ -1,5 +1,7 @@
 """A vision-language model, its LoRA adapter, and prompts as tensors. The same lines load the tiny model and Qwen2.5-VL.
 
+Qwen2-VL has the same interface and loads too; attention is torch's `sdpa`, whose fused kernels need no further package.
+
 `make_prompt` is what Qwen's processor does, without torchvision: the chat template, one image placeholder replaced by as
 many as the picture has merged patches (a 28 x 28 pixel square each), then the tokenizer.
 
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
@@ -29,7 +31,9 @@ ROOT = Path(__file__).resolve().parent
 MERGED_PATCH = 28            # pixels: 14-pixel patches, merged 2 x 2, give one image token
 MIN_PIXELS = 4 * MERGED_PATCH**2
 DEFAULT_PIXELS = 512 * MERGED_PATCH**2          # 512 image tokens
-FAMILY = "qwen2_5_vl"
+FAMILY = ("qwen2_5_vl", "qwen2_vl")            # what encode_images, embed_prompts and LORA_TARGETS were tested with
+REFUSED = {name: "features of the picture enter several decoder layers there (deepstack), and a prompt that is computed once "
+           "for its completions would have to carry them along" for name in ("qwen3_vl", "qwen3_vl_moe")}
 NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 # All seven projections of the language model. The vision tower has gate/up/down projections too, hence the prefix.
 LORA_TARGETS = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -100,8 +104,9 @@ def config_of(path: str, name: str):
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"--model {name}: {first_line(error)}") from error
-    if config.model_type != FAMILY:
-        raise ModelError(f"--model {name}: a {config.model_type} checkpoint; only Qwen2.5-VL ({FAMILY}) is supported, of any size")
+    if (kind := config.model_type) not in FAMILY:
+        raise ModelError(f"--model {name}: a {kind} checkpoint; only Qwen2.5-VL and Qwen2-VL are supported, of any size"
+                         + (f": {REFUSED[kind]}" if kind in REFUSED else ""))
     return config
 
 
@@ -190,8 +195,26 @@ def first_line(error: Exception) -> str:
 def fingerprint(vlm: VLM) -> str:
     """Tells apart checkpoints of one shape: a digest of one matrix of the last layer, the same in fp32 and bf16."""
     last = vlm.base.model.language_model.layers[-1].self_attn.o_proj
-    weight = getattr(last, "base_layer", last).weight.detach().to("cpu", torch.bfloat16)           # (H, H), without LoRA
+    return digest_of(getattr(last, "base_layer", last).weight)                                     # without LoRA
+
+
+def digest_of(weight: torch.Tensor) -> str:
+    """A digest of a matrix, the same in fp32 and bf16."""
+    weight = weight.detach().to("cpu", torch.bfloat16)                                             # (H, H)
     return hashlib.sha256(weight.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def is_embedded(vlm: VLM) -> bool:
+    """Whether these are the weights of the embedded model, whatever its folder is called: then completions are short."""
+    with safe_open(ROOT / "tiny" / "model.safetensors", "pt") as file:
+        names = [n for n in file.keys() if n.endswith("self_attn.o_proj.weight") and "visual" not in n]
+        last = max(names, key=lambda n: int(n.split("layers.")[1].split(".")[0]))
+        return digest_of(file.get_tensor(last)) == fingerprint(vlm)
+
+
+def default_new_tokens(vlm: VLM) -> int:
+    """The completion limit where neither a flag nor the adapter's run says one."""
+    return 48 if is_embedded(vlm) else 512
 
 
 def adapter_config(folder: str | Path) -> dict:

@@ -36,6 +36,18 @@ def setup() -> tuple[int, int, torch.device]:
     return rank, world_size, device
 
 
+def world_size() -> int:
+    """How many processes have met; 1 without torchrun, or before `setup`."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def local_ranks() -> tuple[int, int]:
+    """(rank, processes) on this machine, for work on what its disk holds."""
+    if world_size() == 1:
+        return 0, 1
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def mean_over_ranks(values: dict[str, float], world_size: int, device: torch.device) -> dict[str, float]:
     """Average a step's numbers over the ranks, in one call."""
     flat = torch.tensor(list(values.values()), dtype=torch.float64, device=device)                # (numbers,)

@@ -38,7 +38,7 @@ from rule_judge import exact_match, rule_judge
 from verifiers import TAG_ORDER
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
-DEFAULTS = {True: dict(lr=2e-3, steps=1000, batch_size=16), False: dict(lr=2e-5, steps=1000, batch_size=32)}   # tiny? else
+DEFAULTS = {True: dict(lr=3e-3, steps=2000, batch_size=16), False: dict(lr=2e-5, steps=1000, batch_size=32)}   # tiny? else
 MAX_LENGTH = 4096                  # tokens of one item, as in the paper; the generated ones have about 100
 CLIP_NORM = 1.0
 CHUNK = 16                         # items per forward pass: memory and padding, not the result
@@ -53,7 +53,7 @@ def build_tokenizer(vocab_size: int = 768) -> PreTrainedTokenizerFast:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    texts = [judge_prompt(bare, triple(item)) + item.thinking for item in draw_set(TRAINED, 4000, seed=10**6)]
+    texts = [judge_prompt(bare, triple(item)) + item.thinking for item in draw_set(TRAINED, 2000, seed=10**6)]
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, model_max_length=MAX_LENGTH)
@@ -74,9 +74,12 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
 def base_judge(name: str, seed: int, device: torch.device) -> Judge:
     """The model to fine-tune, its tokenizer grown by the two verdict tokens."""
     torch.manual_seed(seed)                                          # rows of new tokens are drawn
+    if name != "tiny" and not (Path(name) / "config.json").is_file() and (name.count("/") != 1 or Path(name).exists()):
+        raise ModelError(f"--model {name}: no config.json there; give a checkpoint folder, a hub id such as "
+                         "Qwen/Qwen2.5-1.5B-Instruct, or 'tiny'")
     try:
         tokenizer = build_tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(name)
-        tokenizer.add_special_tokens({"additional_special_tokens": [PLUS, MINUS]}, replace_extra_special_tokens=False)
+        tokenizer.add_tokens([PLUS, MINUS], special_tokens=True)
         model = tiny_model(tokenizer, seed) if name == "tiny" else AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"--model {name}: {first_line(error)}") from error
@@ -124,7 +127,8 @@ def train(judge: Judge, args: Namespace, folder: Path) -> None:
     judge.model.train()
     bar, began, recent = tqdm(range(args.steps), desc="training"), time.time(), []
     for step in bar:
-        items = sorted(draw_set(TRAINED, args.batch_size, seed=step + 10**7 * args.seed), key=lambda i: len(i.question + i.response))
+        items = draw_set(TRAINED, args.batch_size, seed=step + 10**7 * args.seed)
+        items.sort(key=lambda item: len(item.question + item.response))
         chunks = [to_batch(judge, items[i:i + CHUNK]) for i in range(0, len(items), CHUNK)]        # alike lengths pad less
         total, loss = sum(int((labels != -100).sum()) for _, labels in chunks), 0.0
         for ids, labels in chunks:                                                                  # (R, S), (R, S)
@@ -191,7 +195,7 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
     p.add_argument("--seed", type=int, default=0, help="of the weights and the training items; measured items are the same for all")
     args = p.parse_args(argv)
     for name, value in DEFAULTS[args.model == "tiny"].items():
-        setattr(args, name, getattr(args, name) or value)
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     for name, least in (("steps", 1), ("batch_size", 2), ("n", 2), ("seed", 0)):
         if getattr(args, name) < least:
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")

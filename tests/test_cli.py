@@ -120,6 +120,9 @@ def test_bad_data_and_folders_are_one_line_before_any_long_work(base, photos, ru
 @fast
 def test_asking_for_the_papers_recipe_without_its_data_says_where_to_put_it(tmp_path, capsys, monkeypatch, nothing_long):
     monkeypatch.chdir(tmp_path)
+    refused(train, ["--task", "depth", "--preset", "paper"], capsys, "needs a CUDA device, and there is none: add --dry-run .* or give --preset tiny")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(train, "setup", lambda: (0, 1, "cuda"))
     refused(train, ["--task", "depth", "--preset", "paper"], capsys, "data/omni3d: no images of SUNRGBD or own in .*; put annotation files there")
 
 

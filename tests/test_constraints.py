@@ -14,6 +14,7 @@ from test_distributed import OPTIONS, assert_same_run, finished, torchrun
 from toy import flags, log_of, shortcuts
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+import compare_constraints
 import constraints
 import contradict
 import faithfulness
@@ -431,6 +432,39 @@ def test_a_judge_that_cannot_be_used_is_refused_with_the_mend(tmp_path, tokenize
     with pytest.raises(ModelError, match="begins YES and YOU alike"):
         first_tokens(tokenizer, ("YES", "YOU"))
     assert len(set.union(*first_tokens(tokenizer, YES_NO).values())) >= 4
+
+
+# --- measurement ------------------------------------------------------------------------------------------------------------
+@fast
+def test_the_inconsistency_rate_is_over_what_was_judged_and_the_masked_one_over_the_correct_of_it():
+    rows = [dict(correct=a, consistency=c, semantic=s) for a, c, s in ((1, 1, 1), (1, 0, 0.5), (0, 1, None), (0, 0, None), (1, None, None), (1, 1, 0))]
+    values = {name: (e["value"], e["n"]) for name, e in faithfulness.summarise(rows).items()}
+    assert values == {"accuracy": (pytest.approx(4 / 6), 6), "inconsistency": (pytest.approx(2 / 5), 5),
+                      "inconsistency_if_correct": (pytest.approx(1 / 3), 3), "semantic": (0.5, 3)}
+
+
+@fast
+def test_runs_are_compared_by_mean_and_standard_deviation_and_a_step_without_scores_keeps_the_last_mean(tmp_path, capsys):
+    estimates = lambda value: {how: {what: {"value": value, "n": 9} for h, what in compare_constraints.HELD_OUT if h == how}
+                               for how in ("sampled", "greedy")}
+    for n, value in enumerate((0.1, 0.3)):
+        run = tmp_path / f"run{n}"
+        run.mkdir()
+        (run / "test.json").write_text(json.dumps(estimates(value)))
+        (run / "config.json").write_text(json.dumps({"constrain": ["consistency"]}))
+        means = [{"constraint_consistency": 0.5, "unmasked_consistency": 0.5}, {}, {"constraint_consistency": 0.8, "unmasked_consistency": 0.7}]
+        lines = [json.dumps({"step": i, "task_reward": 1.0, "lambda_consistency": 0.1 * i, **row}) for i, row in enumerate(means)]
+        (run / "log.jsonl").write_text("\n".join(lines))
+    (tmp_path / "base.json").write_text(json.dumps(estimates(0.5)))
+    argv = ["--base", str(tmp_path / "base.json"), "--arm", "ours", str(tmp_path / "run0"), str(tmp_path / "run1"), "--picture",
+            str(tmp_path / "curves.png")]
+    assert compare_constraints.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "ours                    20.0 +- 14.1     per seed 10.0 30.0" in out and "ours                    60.0 +- 0.0      per seed 60.0 60.0" in out
+    assert "ours                    0.20 +- 0.00     per seed 0.20 0.20" in out and (tmp_path / "curves.png").stat().st_size > 0
+    with pytest.raises(DataError, match="test.json is missing"):
+        (tmp_path / "run1/test.json").unlink()
+        compare_constraints.main(argv)
 
 
 # --- the base of the demonstration ------------------------------------------------------------------------------------------

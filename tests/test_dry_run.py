@@ -1,5 +1,4 @@
-"""Claims about dry_run.py: the architectures are the published ones, and predicted bytes are what the allocator hands out."""
-import json
+"""Claims about dry_run.py and memory.py: the architectures are the published ones, and predicted bytes are what the allocator hands out."""
 import math
 import re
 from itertools import accumulate
@@ -7,14 +6,13 @@ from itertools import accumulate
 import pytest
 import torch
 from random_vlm import random_prompt, random_vlm
-from toy import flags
 
 import dry_run
 import train
 from dataset import load_examples
-from dry_run import FAKE, HUB, Shape, predict, real_config, tower_bytes_per_patch, update_peak, update_peak_of, without_content
+from dry_run import HUB, real_config
 from grpo import backward, rollout
-from images import DataError
+from memory import FAKE, Shape, predict, tower_bytes_per_patch, update_peak, update_peak_of, without_content
 from model import image_tokens, make_prompt, trainable_parameters
 from questions import SYSTEM_PROMPT
 from sampling import encode_images
@@ -67,36 +65,121 @@ def test_the_built_in_architectures_speak_of_the_family_as_its_checkpoints_do():
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
-def measured(vlm, s, T, K):
-    """What rollout, update and tower of real prompts of these sizes take from the allocator."""
+def prompts_of(s):
+    """Real prompts of exactly these sizes."""
     side = 28 * math.isqrt(s.image_tokens)
     prompts = [random_prompt(s.P - s.image_tokens - 2, side, side, seed) for seed in range(s.B)]
     assert {len(p.input_ids) for p in prompts} == {s.P}
+    return prompts
+
+
+@pytest.mark.parametrize("dtype, checkpointing, shape", [
+    (torch.float32, False, dict(B=4, P=50, K=3, T=10, image_tokens=16, microbatch=10**6)),
+    (torch.float32, True, dict(B=2, P=30, K=8, T=16, image_tokens=9, microbatch=1)),
+    (torch.bfloat16, False, dict(B=2, P=30, K=8, T=16, image_tokens=9, microbatch=10**6)),
+    (torch.bfloat16, True, dict(B=4, P=50, K=4, T=12, image_tokens=16, microbatch=200))])
+def test_predicted_memory_is_what_the_allocator_hands_out(dtype, checkpointing, shape):
+    s = Shape(**shape, checkpointing=checkpointing, rows=0)
+    small = dict(hidden=64, layers=7, heads=4, kv_heads=2, dtype=dtype)
+    vlm, fake, prompts = random_vlm(**small), random_vlm(**small), prompts_of(s)
     vlm.end_ids = []                                          # nothing ends: every completion has T tokens
-    uniforms = torch.rand(s.B, K, T, dtype=torch.float64)
+    uniforms = torch.rand(s.B, s.K, s.T, dtype=torch.float64)
+    advantages = torch.ones(s.B, s.K).index_fill(1, torch.arange(0, s.K, 2), -1.0)
     done = rollout(vlm, prompts, uniforms, 1.0)
-    advantages = torch.ones(s.B, K).index_fill(1, torch.arange(0, K, 2), -1.0)
     sampled = allocator_peak(lambda: rollout(vlm, prompts, uniforms, 1.0))
-    updated = allocator_peak(lambda: backward(vlm, prompts, done, advantages, 1.0, s.B // 2, s.microbatch, s.checkpointing))
-    return sampled, updated, allocator_peak(lambda: encode_images(vlm, prompts))
+    updated = allocator_peak(lambda: backward(vlm, prompts, done, advantages, 1.0, s.B // 2, s.microbatch, checkpointing))
+    tower = tower_bytes_per_patch(vlm.base, dtype)
+    with FAKE:
+        without_content(fake.base)
+    m = predict(fake, s, tower)
+    assert (m.update, m.rollout) == (pytest.approx(updated, rel=0.05), pytest.approx(sampled, rel=0.05))
+
+
+@fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_towers_bytes_per_patch_hold_for_more_pictures_and_deeper_towers(dtype):
+    vlm = random_vlm(vision=640, layers=3, dtype=dtype)
+    prompts = prompts_of(Shape(B=3, P=40, K=1, T=1, image_tokens=36, microbatch=1, checkpointing=False, rows=0))
+    found = allocator_peak(lambda: encode_images(vlm, prompts))
+    assert 3 * 4 * 36 * tower_bytes_per_patch(vlm.base, dtype) == pytest.approx(found, rel=0.1)
 
 
 @fast
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("shape", [dict(B=4, P=80, K=4, T=24, image_tokens=36, microbatch=10**6),
-                                   dict(B=2, P=40, K=8, T=64, image_tokens=16, microbatch=1),
-                                   dict(B=8, P=200, K=2, T=8, image_tokens=144, microbatch=500)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_predicted_memory_is_what_the_allocator_hands_out(shape, checkpointing, dtype):
-    s = Shape(**shape, checkpointing=checkpointing, rows=0)
-    small = dict(hidden=64, layers=8, heads=4, kv_heads=2, vision=64, dtype=dtype)
-    real = random_vlm(**small)
-    sampled, updated, pictured = measured(real, s, s.T, s.K)
-    tower = tower_bytes_per_patch(real.base, dtype)
-    fake = random_vlm(**small)
+def test_four_and_six_layers_tell_what_all_of_them_need(checkpointing):
+    vlm = random_vlm(hidden=64, layers=10, heads=4, kv_heads=2)
     with FAKE:
-        without_content(fake.base)
-    m = predict(fake, s, tower)
-    assert m.update == pytest.approx(updated, rel=0.1)
-    assert m.rollout == pytest.approx(sampled, rel=0.1)
-    assert 4 * s.image_tokens * s.B * tower == pytest.approx(pictured, rel=0.15)
+        without_content(vlm.base)
+        sizes = vlm.base, torch.float32, 2, 70, 3, 10, checkpointing
+        assert update_peak(*sizes) == update_peak_of(*sizes)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def dry(base, monkeypatch, tmp_path, capsys):
+    """`train.py --dry-run` on a small folder, in a directory without data; its exit code, output and error."""
+    def call(*argv, model=base):
+        from command import run
+
+        monkeypatch.chdir(tmp_path)
+        try:
+            code = run(lambda: train.main(["--task", "depth", "--dry-run", "--model", model, *map(str, argv)]))
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+    return call
+
+
+SMALL = ("--max-new-tokens", 8, "--max-pixels", 112 * 112, "--eval-rows", 8)
+
+
+@fast
+def test_a_dry_run_says_preset_batch_lengths_and_memory_and_leaves_nothing(dry, tmp_path):
+    code, out, err = dry(*SMALL)
+    assert code == 0, err
+    assert out.startswith("preset paper: what --dry-run is for\ndry run: nothing is trained or written; configuration from its config.json")
+    assert "data none in data/omni3d, so questions about synthetic scenes on pictures of 730x530 (16 training examples of depth)" in out
+    assert "vision tower: 0" in out and "= 64 answers per step, 500 steps at rate 1e-06" in out
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("reserve") or re.search(r"\d\.\d\d", line)][:3] == ["weights", "adapter,", "optimiser"]
+    assert not list(tmp_path.iterdir())
+
+
+@fast
+def test_printed_image_tokens_are_exact_and_no_question_of_the_first_examples_is_longer_than_said(dry, photos, vlm):
+    code, out, err = dry(*SMALL, "--data", photos, "--preset", "paper")
+    assert code == 0, err
+    found = re.findall(r"  (\S+): (\d+)x(\d+) = (\d+) image tokens, \+ (\d+) of text = (\d+)", out)
+    examples = {e.id: e for e in load_examples(photos, "depth", "train")}
+    longest = int(re.search(r"can make: (\d+)", out)[1])
+    assert len(found) == 4
+    for name, width, height, pictured, text, total in found:
+        prompt = make_prompt(vlm, SYSTEM_PROMPT, dry_run.plain_question(examples[name]), examples[name].record.load())
+        assert int(pictured) == image_tokens(int(width), int(height), 112 * 112) == int(prompt.grid_thw.prod()) // 4
+        assert int(total) == len(prompt.input_ids) == int(pictured) + int(text) <= longest
+
+
+@fast
+def test_what_does_not_fit_is_refused_with_the_knobs_to_turn(dry):
+    needed = float(re.search(r"worst moment +([\d.]+)", dry(*SMALL)[1])[1])
+    assert dry(*SMALL, "--memory-gib", needed + 0.1)[0] == 0
+    code, out, err = dry("--max-new-tokens", 16, "--eval-rows", 64, "--memory-gib", 1.01)
+    assert code == 2 and err.count("\n") == 1 and re.search(r"needs [\d.]+ GiB but there are 1.0; (it would fit with|even with) --", err)
+    assert err.startswith("error: ") and "--eval-rows 16" in err
+    assert dry("--memory-gib", 0.5, *SMALL)[2].rstrip().endswith("take a smaller model or a larger GPU")
+
+
+@fast
+def test_flags_of_a_dry_run_need_a_dry_run(base, capsys):
+    for flag in (["--random-weights"], ["--memory-gib", "24"]):
+        with pytest.raises(SystemExit):
+            train.parse_arguments(["--task", "depth", *flag])
+        assert "need --dry-run" in capsys.readouterr().err
+
+
+@fast
+def test_random_weights_run_one_real_step_whose_memory_is_the_predicted_one(dry):
+    code, out, err = dry(*SMALL, "--random-weights", "--pairs-per-device", 2, "--group-size", 4)
+    assert code == 0, err
+    for found, predicted in re.findall(r"([\d.]+) GiB \(predicted ([\d.]+)\)", out):
+        assert float(found) == pytest.approx(float(predicted), abs=0.011)
+    assert out.count("(predicted") == 2 and "AdamW" in out

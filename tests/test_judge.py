@@ -124,6 +124,12 @@ def test_the_set_is_a_function_of_its_seed():
 
 
 @fast
+def test_small_batches_of_many_seeds_hold_every_kind_equally_often():
+    counts = Counter(item.kind for seed in range(300) for item in draw_set(TRAINED, 2, seed))      # 600 items of 16 kinds
+    assert set(counts) == set(TRAINED) and all(abs(n - 37.5) < 4 * (2 * 37.5) ** 0.5 for n in counts.values())
+
+
+@fast
 def test_the_rule_checker_knows_numbers_in_latex_and_neither_units_nor_words_nor_arithmetic_bombs():
     yes = [(r"so $\frac{3}{4}$. The answer is \boxed{\frac{3}{4}}.", "0.75"), ("<think>5</think><answer> 75% </answer>", "3/4"),
            (r"1{,}250", "1250"), ("The answer is True.", "true")]
@@ -166,25 +172,37 @@ def biased(tokenizer_):
 
 
 TRIPLES = [("How long?", "a" * n + " 235 cm", "2.35 m") for n in (0, 3, 40, 11, 90, 25)] + [
-    (i.question, i.response, i.reference) for i in draw_set(TRAINED, 26, 0)]
+    (i.question, i.response, i.reference) for i in draw_set(TRAINED, 16, 0)]
+
+
+def written_plainly(judge, triple):
+    """The same by the whole forward pass for every token, one prompt, no cache, no padding: text and probabilities of + and -."""
+    ids, text = judge.tokenizer(judge_prompt(judge.tokenizer, triple))["input_ids"], []
+    ends = judge.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    while len(text) < judge.max_new_tokens:
+        with torch.no_grad():
+            p = judge.model(torch.tensor([ids + text])).logits[0, -1].double().softmax(-1)
+        text.append(int(p.argmax()))
+        if text[-1] in judge.verdict_ids:
+            return judge.tokenizer.decode(text), *p[list(judge.verdict_ids)].tolist()
+        if text[-1] in ends:
+            break
+    return judge.tokenizer.decode(text), None, None
 
 
 @fast
-def test_batched_verdicts_are_those_of_single_prompts_and_of_the_librarys_forward_without_a_cache(biased):
+def test_batched_verdicts_are_those_of_single_prompts_and_of_whole_forward_passes_without_a_cache(biased):
     together = biased(TRIPLES)
     assert len({v.text for v in together}) > 10 and {v.hard for v in together} == {0, 1, None}      # all three happen
     small = Judge(biased.model, biased.tokenizer, max_new_tokens=12, batch_size=5)(TRIPLES)
     for triple, verdict, other in zip(TRIPLES, together, small):
-        (single,) = biased([triple])
-        assert verdict.text == single.text == other.text and verdict.hard == single.hard == other.hard
-        if verdict.hard is not None:
-            assert verdict.soft == pytest.approx(single.soft, abs=1e-4)
-            prompt = biased.tokenizer(judge_prompt(biased.tokenizer, triple))["input_ids"]
-            written = biased.tokenizer(verdict.text, add_special_tokens=False)["input_ids"]
-            if biased.tokenizer.decode(written) == verdict.text and written[-1] in biased.verdict_ids:
-                p = biased.model(torch.tensor([prompt + written[:-1]])).logits[0, -1].softmax(-1)
-                plus, minus = biased.verdict_ids
-                assert int(p[plus] > p[minus]) == verdict.hard
+        text, plus, minus = written_plainly(biased, triple)
+        assert verdict.text == other.text == text
+        if plus is None:
+            assert verdict.hard is verdict.soft is other.hard is None
+        else:
+            assert verdict.hard == other.hard == int(plus > minus)
+            assert [verdict.soft, other.soft] == pytest.approx([plus - minus] * 2, abs=1e-4)
 
 
 @fast
@@ -237,16 +255,18 @@ def test_the_loss_is_the_librarys_on_the_target_alone_summed(tokenizer_):
         assert text == item.thinking + (PLUS if item.consistent else MINUS) + "<|im_end|>"
 
 
-def test_a_few_steps_lower_the_loss_and_the_saved_judge_is_the_one_that_was_trained(tmp_path, capsys):
+def test_a_few_steps_lower_the_loss_and_the_saved_judge_is_the_one_that_was_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_judge, "TRAINED", ("true_false", "count"))
+    monkeypatch.setattr(train_judge, "HELD_OUT", ("correct", "mm_m"))
     out = tmp_path / "judge"
     assert train_judge.main(["--out", str(out), "--steps", "30", "--batch-size", "8", "--n", "2"]) == 0
     first = train_judge.base_judge("tiny", 0, torch.device("cpu"))
     judge = load_judge(str(out))
-    batch = train_judge.to_batch(judge, draw_set(TRAINED, 32, 99))
+    batch = train_judge.to_batch(judge, draw_set(("true_false", "count"), 16, 99))
     with torch.no_grad():
         assert train_judge.sft_loss(judge.model, *batch) < 0.7 * train_judge.sft_loss(first.model, *batch)
     report = json.loads((out / "judge.json").read_text())["rows"]
-    assert {row["kind"] for row in report} == set(KINDS) and all(0 <= row["judge"] <= 1 for row in report)
+    assert [row["kind"] for row in report] == ["true_false", "count", "correct", "mm_m"] and all(0 <= row["judge"] <= 1 for row in report)
     # measured again from the folder: the same numbers, so that saving lost nothing
     assert train_judge.main(["--measure", str(out), "--n", "2"]) == 0
     assert json.loads((out / "judge.json").read_text())["rows"] == report
@@ -267,7 +287,7 @@ def test_folders_that_hold_no_judge_are_refused_with_the_mend(tmp_path, base, ca
         load_judge(str(plain))
     refused(train_judge, ["--steps", "0"], capsys, "--steps 0: must be at least 1")
     refused(train_judge, ["--lr", "-1"], capsys, "--lr -1.0: must be above 0")
-    refused(train_judge, ["--model", tmp_path / "nowhere", "--out", tmp_path / "x"], capsys, "--model .*nowhere")
+    refused(train_judge, ["--model", tmp_path / "nowhere", "--out", tmp_path / "x"], capsys, "--model .*nowhere: no config.json there; give a checkpoint folder")
 
 
 # --- reward and rejection ---------------------------------------------------------------------------------------------
@@ -304,7 +324,19 @@ def test_with_a_judge_that_reads_exactly_the_reward_is_the_accuracy_reward():
         assert all(np.array_equal(a, b) for a, b in zip(vars(c).values(), vars(expected).values()))
     soft = judge_rewards(verdicts_by(rule_judge), "soft")(batch)
     assert all(np.array_equal(s.c, 2 * h.c - 1) and np.array_equal(s.c2, np.ones(4)) for s, h in zip(soft, rewards))
-    assert batch.log["judge_abstained"] == 0 and batch.log["judged_consistent"] == np.mean([[r.c, r.c_prime] for r in rewards])
+    assert batch.log["judge_abstained"] == batch.log["judge_differs"] == 0 and batch.log["judged_consistent"] == np.mean([[r.c, r.c_prime] for r in rewards])
+
+
+@fast
+def test_the_log_says_how_often_the_judge_differs_from_the_parser_and_abstentions_are_counted_apart():
+    for task, share in (("depth", 14 / 16), ("counting", 14 / 16)):
+        answers = ("True", "False", "True", "nothing") if task == "depth" else ("2", "3", "4", "nothing")
+        batch = batch_of(task, answers=answers)
+        contrary = [Verdict(1 - v.hard, -v.soft, "") for v in rule_judge(triples_of(batch))]
+        contrary[3] = contrary[9] = Verdict(None, None, "")
+        hard, soft = verdicts_by(lambda _: contrary)(batch)
+        assert batch.log["judge_differs"] == share and batch.log["judge_abstained"] == 2 / 16
+        assert np.isnan(hard).sum() == 2 and (np.isnan(hard) == np.isnan(soft)).all() and np.isnan(hard[0, 3]) and np.isnan(hard[2, 1])
 
 
 @fast

@@ -77,7 +77,7 @@ def whole_run(base, photos, tmp_path_factory):
 def test_the_first_lines_say_preset_and_why_what_is_trainable_the_batch_and_how_answers_are_sampled(whole_run, base):
     out, text = whole_run
     preset, _, trainable, batch, sampling = text.splitlines()[:5]
-    assert preset.startswith("preset tiny: no CUDA device and no data in data/omni3d. For the paper's recipe put")
+    assert preset == "preset tiny: as asked"
     weights = sum(w.numel() for w in adapter_of(out).values())
     assert trainable.startswith(f"trainable: {weights:,} of ") and "3 x q_proj" in trainable and "vision tower: 0" in trainable
     assert batch == ("batch: 1 rank x 2 pairs x 2 prompts x 4 completions = 16 answers per step, 3 steps at rate 0.001")
@@ -103,7 +103,29 @@ def test_the_preset_is_the_papers_only_with_cuda_and_data_and_an_explicit_flag_a
     assert train.settle(train.parse_arguments(["--task", "joint"]))[0].steps == 2000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chosen()[0].preset == "tiny" and "no CUDA device." in chosen()[1]
-    assert chosen("--preset", "paper")[0].model == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert "For the paper's recipe put Omni3D's SUNRGBD_*.json into data/omni3d/Omni3D" in chosen()[1]
+
+
+@fast
+def test_data_of_ones_own_counts_for_the_preset_and_the_embedded_models_rate_never_meets_another_model(monkeypatch, tmp_path, photos, base):
+    def chosen(*argv):
+        return train.settle(train.parse_arguments(["--task", "depth", *argv]))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args, reason = chosen("--data", photos)
+    assert (args.preset, args.data, args.lr) == ("paper", photos, 1e-6) and reason == f"CUDA is available and {photos} holds the prepared data"
+    assert chosen("--data", "synthetic")[0].preset == chosen("--data", photos, "--model", "tiny")[0].preset == "tiny"
+    for model in ("Qwen/Qwen2.5-VL-7B-Instruct", base):
+        args, reason = chosen("--model", model)
+        assert (args.preset, args.lr, args.max_new_tokens) == ("paper", 1e-6, 512) and f"--model {model} is not the embedded model" in reason
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen("--model", base)[0].lr == 1e-6  # a small folder runs on a laptop
+    assert chosen("--preset", "paper", "--model", base)[1] == "as asked"
+    for argv in (["--preset", "paper"], ["--model", "Qwen/Qwen2.5-VL-3B-Instruct"]):
+        with pytest.raises(DataError, match="the paper's recipe needs a CUDA device, and there is none: add --dry-run"):
+            chosen(*argv)
+        assert chosen(*argv, "--dry-run")[0].model == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 # --- what a run leaves ------------------------------------------------------------------------------------------------

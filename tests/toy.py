@@ -54,7 +54,7 @@ def without_3d(row):
 
 def flags(base, data, out, /, **changed):
     """Command line of a training run of seconds."""
-    options = dict(task="depth", model=base, data=data, out=out, steps=2, pairs_per_device=2, group_size=4, lora_rank=4,
+    options = dict(task="depth", preset="tiny", model=base, data=data, out=out, steps=2, pairs_per_device=2, group_size=4, lora_rank=4,
                    max_new_tokens=6, max_pixels=112 * 112, lr=1e-3, eval_size=0) | changed
     return [part for name, value in options.items() if value is not None
             for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))]
