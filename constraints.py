@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import replace
-from typing import Callable
 
 import numpy as np
 

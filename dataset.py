@@ -93,9 +93,9 @@ def folder_examples(folder: str, split: str, select: str, tasks: tuple[str, ...]
     records = split_records(_records(folder, sources, stamp), split)
     chosen = [e for r in records for t in tasks if (e := example_of(r, t, select)) is not None]
     chosen.sort(key=lambda e: hashed("shuffle", e.id))
-    good: list[Example] = []
-    for start in range(0, len(chosen), limit or len(chosen)):
-        part = chosen[start:start + (limit or len(chosen))]
+    good, block = [], limit or len(chosen)
+    for start in range(0, len(chosen), block) if chosen else ():
+        part = chosen[start:start + block]
         problems = picture_problems(list({id(e.record): e.record for e in part}.values()))
         for problem in filter(None, problems.values()):
             print(f"left out: {problem}")

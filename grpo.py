@@ -146,7 +146,7 @@ def backward(vlm: VLM, prompts: list[Prompt], completions: Rollout, advantages: 
 def backward_repeated(vlm: VLM, prompts: list[Prompt], completions: Rollout, advantages: Tensor, temperature: float,
                       pairs: int) -> None:
     """The reference: the library's own forward on each prompt repeated K times: same gradient, more work."""
-    K, T, image_token = *completions.tokens.shape[1:], vlm.base.config.image_token_id
+    K, image_token = completions.tokens.shape[1], vlm.base.config.image_token_id
     for b, prompt in enumerate(prompts):
         P, device = len(prompt.input_ids), vlm.device
         ids = torch.cat([prompt.input_ids.to(device).expand(K, P), completions.tokens[b]], 1)         # (K, P+T)

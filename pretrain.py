@@ -13,7 +13,6 @@ other, on the verge of understanding it: consistency has something to spread.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from argparse import Namespace
@@ -28,9 +27,8 @@ from transformers import (AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLConf
 import scenes
 from command import Parser, run as run_command
 from data import BOOLEAN_TASKS, TASKS, examples
-from model import MIN_PIXELS, VLM, Qwen2VLImageProcessorPil, chat_text, make_prompt
-from questions import (COLOURS, MARKS, RELATIONS, SYSTEM_PROMPT, TEMPLATES, Question, compared, draw_question, ground_truth,
-                       prompt_text)
+from model import MIN_PIXELS, VLM, Qwen2VLImageProcessorPil, make_prompt
+from questions import COLOURS, MARKS, RELATIONS, SYSTEM_PROMPT, compared, draw_question, ground_truth, prompt_text
 from transforms import Prompted, Transform, draw_transform, make_pair
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",

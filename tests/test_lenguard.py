@@ -11,6 +11,7 @@ from torch.distributions import Categorical, kl_divergence
 from toy import flags, log_of
 
 import lenguard
+import settings
 import train
 from data import TASKS
 from dataset import draw_uniforms, to_prompt
@@ -276,7 +277,7 @@ def settled(*argv):
 @fast
 def test_lengths_come_from_the_preset_and_modes_differ_by_the_bonus_alone(monkeypatch, capsys):
     assert settled("--lenguard", "staged").lenguard_lengths == [7, 15, 32]
-    assert train.PRESETS["paper"]["lenguard_lengths"] == [160, 360, 768]
+    assert settings.PRESETS["paper"]["lenguard_lengths"] == [160, 360, 768]
     calls = {}
     for mode in ("kl", "flat", "staged"):
         monkeypatch.setattr(lenguard, "guarded", lambda *a: calls.setdefault(mode, a))
