@@ -237,8 +237,8 @@ def draw(results: dict, file: Path) -> None:
     middle.legend()
     names = [n for n in ("ours", "repeated", "TRL") if all(n in results[s]["contestants"] for s in SHAPES)]
     for i, found in enumerate(results[s] for s in SHAPES):
-        base = median(r["step"] for r in found["contestants"][names[-1]]["rows"])
-        heights = [median(r["step"] for r in found["contestants"][n]["rows"]) / base for n in names]
+        base = found["contestants"][names[-1]]["rows"]
+        heights = [median(a["step"] / b["step"] for a, b in zip(found["contestants"][n]["rows"], base)) for n in names]
         label = "P = {P}, C = {C}".format(**found["shape"])
         bars = right.bar(np.arange(len(names)) + 0.4 * i - 0.2, heights, 0.38, label=label)
         right.bar_label(bars, [f"{h:.2f}" for h in heights])

@@ -114,20 +114,8 @@ def rollout_peak(base, dtype: torch.dtype, B: int, P: int, K: int, T: int) -> in
 
 @cache
 def update_peak(base, dtype: torch.dtype, b: int, P: int, K: int, T: int, checkpointing: bool) -> int:
-    """The most that a micro-batch of b prompts holds in the update, LoRA's gradients included.
-
-    Layers are alike and each keeps the same for the backward pass, so 4 and 6 of them give what every further one adds.
-    """
-    text, layers, found = base.model.language_model, base.model.language_model.layers, []
-    for n in (min(4, len(layers)), min(6, len(layers))):
-        text.layers = layers[:n]
-        found.append(update_peak_of(base, dtype, b, P, K, T, checkpointing))
-    text.layers = layers
-    return found[1] + max(0, len(layers) - 6) * (found[1] - found[0]) // 2
-
-
-def update_peak_of(base, dtype: torch.dtype, b: int, P: int, K: int, T: int, checkpointing: bool) -> int:
-    """The same with all the layers there are: what grpo.completion_logprobs and its backward pass do, on fake tensors."""
+    """The most that a micro-batch of b prompts holds in the update, LoRA's gradients included: what
+    grpo.completion_logprobs and its backward pass do, on fake tensors."""
     text, V, S = base.model.language_model, base.config.text_config.vocab_size, max(T - 1, 1)
     for parameter in base.parameters():
         parameter.grad = None

@@ -63,7 +63,7 @@ def run(base, photos, tmp_path_factory):
 @pytest.mark.parametrize("changed, pattern", [
     (dict(task=None), "--task is needed: one of orientation, depth"),
     (dict(task="colour"), "invalid choice: 'colour'"),
-    (dict(reward="vote"), "invalid choice: 'vote'"),
+    (dict(reward="truth"), "invalid choice: 'truth'"),
     (dict(nonsense=1), "unrecognized arguments: --nonsense 1"),
     (dict(step=1), "unrecognized arguments: --step 1"),  # no abbreviations
     (dict(steps="many"), "--steps: invalid int value: 'many'"),
