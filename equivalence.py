@@ -265,8 +265,8 @@ KINDS: dict[str, Kind] = {
                         ((lambda n, rng: f"{number_words(n // 100)} metres", centimetres),), LENGTH["read"], LENGTH["ask"]),
     "fraction_percent": Kind(forms=((fraction, percent),), **FRACTION),
     "latex_decimal": Kind(forms=((latex_fraction, as_decimal),), **FRACTION),
-    # ... or with a part that they have not
     "latex_percent": Kind(forms=((latex_percent, as_decimal),), **FRACTION),
+    # ... or with a part that they have not
     "km_m": Kind(lambda rng: 10 * int(rng.integers(11, 1000)), alike_integers,
                  ((measured(1000, "km"), lambda n, rng: f"{n} m"),), lambda n: f"{n} m", LENGTH["ask"]),
     "weeks_days": Kind(lambda rng: int(rng.integers(1, 10)), lambda n: [n - 1, n + 1][n == 1:],
@@ -275,8 +275,8 @@ KINDS: dict[str, Kind] = {
     "correct": Kind(forms=((one_of(("incorrect", "correct"), ("wrong", "right")), one_of(("False", "True"))),), read=str,
                     ask=SPATIAL, **BOOLEAN),
 }
-NEW_COMBINATIONS = ("mm_m", "word_metres", "fraction_percent", "latex_decimal")
-NEW_PARTS = ("latex_percent", "km_m", "weeks_days", "correct")
+NEW_COMBINATIONS = ("mm_m", "word_metres", "fraction_percent", "latex_decimal", "latex_percent")
+NEW_PARTS = ("km_m", "weeks_days", "correct")
 HELD_OUT = NEW_COMBINATIONS + NEW_PARTS
 TRAINED = tuple(name for name in KINDS if name not in HELD_OUT)
 

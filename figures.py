@@ -199,7 +199,7 @@ def figure7(results: Results, base: dict, folder: Path) -> list[str]:
 
 
 def figure8(results: Results, base: dict, folder: Path) -> list[str]:
-    """How K answers meet K answers: own task, the mean of the three others, the curve over steps, seconds per step."""
+    """How K answers meet K answers: own task, the mean of the three others, the curve over steps. (Seconds: benchmark.py.)"""
     lines, curves = [], {}
     for task in ("depth", "orientation", "size", "distance"):
         for pairing in PAIRINGS:
@@ -208,8 +208,7 @@ def figure8(results: Results, base: dict, folder: Path) -> list[str]:
                 continue
             others = np.mean([compared(runs, base, INDOOR, t)["change"] for t in BOOLEAN_TASKS if t != task])
             lines.append(f"{task:<12}{pairing:<16}{said(compared(runs, base, INDOOR, task))}  sampled "
-                         f"{compared(runs, base, INDOOR, task, 'sampled_accuracy')['value']:5.1f}  other three tasks {others:+5.1f}  "
-                         f"{np.median([r['seconds_per_step'] for r in runs]):.2f} s a step")
+                         f"{compared(runs, base, INDOOR, task, 'sampled_accuracy')['value']:5.1f}  other three tasks {others:+5.1f}")
             if task == "depth":
                 curves[pairing] = np.array([[p[1] for p in r["curve"]] for r in runs]), [p[0] for p in runs[0]["curve"]]
     if len(curves) < 2:

@@ -113,13 +113,13 @@ def rollout_peak(base, dtype: torch.dtype, B: int, P: int, K: int, T: int) -> in
 
 
 @cache
-def update_peak(base, dtype: torch.dtype, b: int, P: int, K: int, T: int, checkpointing: bool) -> int:
+def update_peak(base, dtype: torch.dtype, b: int, P: int, K: int, T: int, checkpointing: bool, alone: bool = True) -> int:
     """The most that a micro-batch of b prompts holds in the update, LoRA's gradients included: what
-    grpo.completion_logprobs and its backward pass do, on fake tensors."""
+    grpo.completion_logprobs and its backward pass do, on fake tensors. Not `alone`: others have left their gradients."""
     text, V, S = base.model.language_model, base.config.text_config.vocab_size, max(T - 1, 1)
-    for parameter in base.parameters():
-        parameter.grad = None
     with LiveBytes(base) as live:
+        for parameter in base.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad and not alone else None
         last, past = run_prompts(text, fake_prefix(b, P, text.config.hidden_size, dtype), checkpointing)
         seen = torch.ones(b, S, P, dtype=torch.bool)                                              # (b, S, P)
         allowed = torch.cat([seen, causal(S, seen.device).expand(b, -1, -1)], -1)                 # (b, S, P+S)
@@ -200,7 +200,7 @@ def predict(vlm: VLM, s: Shape, tower: float) -> Memory:
     with FAKE:
         if base.device.type == "meta":
             without_content(base)
-        update = update_peak(base, dtype, b := s.prompts_in_microbatch, s.P, s.K, s.T, s.checkpointing)
+        update = update_peak(base, dtype, b := s.prompts_in_microbatch, s.P, s.K, s.T, s.checkpointing, s.B <= b)
         return Memory(weights, adapter, 2 * adapter, sampling(s.B, s.K), max(s.B * picture + update, 3 * adapter),
                       max(sampling(max(1, min(2 * EVALUATED, s.rows // K)), K) for K in (1, SAMPLES)) if s.rows else 0,
                       keys_values, logits_peak(base, dtype, b * s.K * s.T))

@@ -27,7 +27,7 @@ ARITHMETIC = re.compile(r"[0-9.+\-*/() ]+")
 
 
 def exact_match(triples: Sequence[Triple]) -> list[Verdict]:
-    """The answer and the reference are the same text, apart from case, white space around and a full stop."""
+    """The answer and the reference are the same text, apart from case, white space around and full stops behind."""
     return [verdict(plain(answer_in(response)) == plain(reference)) for _, response, reference in triples]
 
 
@@ -48,7 +48,7 @@ def answer_in(response: str) -> str:
 
 
 def plain(text: str) -> str:
-    return text.strip().removesuffix(".").rstrip().lower()
+    return text.strip().rstrip(".").rstrip().lower()
 
 
 def equal(a: str, b: str) -> bool:

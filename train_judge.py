@@ -160,9 +160,11 @@ def measure(judges: dict[str, AnyJudge], n: int, seed: int) -> list[dict]:
         row = {"kind": kind, "group": "new items" if kind in TRAINED else "new combination" if kind in NEW_COMBINATIONS
                else "new part", "n": n}
         for name, judge in judges.items():
-            hard = [v.hard for v in judge([triple(item) for item in items])]
-            row |= {name: sum(h == item.consistent for h, item in zip(hard, items)) / n,
-                    f"{name}_abstains": sum(h is None for h in hard) / n}
+            verdicts = judge([triple(item) for item in items])
+            right = [v.hard == item.consistent for v, item in zip(verdicts, items)]
+            row |= {name: sum(right) / n, f"{name}_abstains": sum(v.hard is None for v in verdicts) / n}
+            for key, wanted in (("sure_right", True), ("sure_wrong", False)):                # |r_soft| of each verdict
+                row[f"{name}_{key}"] = [abs(v.soft) for v, r in zip(verdicts, right) if r is wanted and v.soft is not None]
         rows.append(row)
     return rows
 
@@ -180,6 +182,11 @@ def print_table(rows: list[dict], names: list[str]) -> None:
         print(f"{group:<20}" + "".join(f"{100 * m:>8.1f} +- {100 * h:<3.1f}" for m, h in zip(means, halves)) + f"{n:>8}\n")
     print("abstained, all kinds  " + ", ".join(
         f"{name} {100 * sum(row[f'{name}_abstains'] for row in rows) / len(rows):.1f} %" for name in names))
+    for key, when in (("sure_right", "right"), ("sure_wrong", "wrong")):
+        sure = sorted(x for row in rows for x in row[f"judge_{key}"])
+        if sure:
+            print(f"judge, |r_soft| where it is {when}: mean {sum(sure) / len(sure):.3f}, lowest tenth below "
+                  f"{sure[len(sure) // 10]:.3f}, n = {len(sure)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- run

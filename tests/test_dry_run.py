@@ -78,7 +78,7 @@ def prompts_of(s):
     (torch.float32, False, dict(B=4, P=50, K=3, T=10, image_tokens=16, microbatch=10**6)),
     (torch.float32, True, dict(B=2, P=30, K=8, T=16, image_tokens=9, microbatch=1)),
     (torch.bfloat16, False, dict(B=2, P=30, K=8, T=16, image_tokens=9, microbatch=10**6)),
-    (torch.bfloat16, True, dict(B=4, P=50, K=4, T=12, image_tokens=16, microbatch=200))])
+    (torch.bfloat16, True, dict(B=4, P=50, K=4, T=12, image_tokens=4, microbatch=200))])
 def test_predicted_memory_is_what_the_allocator_hands_out(dtype, checkpointing, shape):
     s = Shape(**shape, checkpointing=checkpointing, rows=0)
     small = dict(hidden=64, layers=7, heads=4, kv_heads=2, dtype=dtype)
@@ -124,7 +124,6 @@ def dry(base, monkeypatch, tmp_path, capsys):
 SMALL = ("--max-new-tokens", 8, "--max-pixels", 112 * 112, "--eval-rows", 8)
 
 
-@fast
 def test_a_dry_run_says_preset_batch_lengths_and_memory_and_leaves_nothing(dry, tmp_path):
     code, out, err = dry(*SMALL)
     assert code == 0, err
@@ -150,7 +149,7 @@ def test_printed_image_tokens_are_exact_and_no_question_of_the_first_examples_is
 
 
 def test_what_does_not_fit_is_refused_in_one_line(dry):
-    code, out, err = dry(*SMALL, "--memory-gib", 0.5)
+    code, out, err = dry("--max-new-tokens", 4, "--max-pixels", 112 * 112, "--eval-size", 0, "--memory-gib", 0.5)
     assert code == 2 and err.count("\n") == 1
     assert re.search(r"^error: .* needs 1.\d GiB but there are 0.5; even with --\S+ .*: take a smaller model or a larger GPU", err)
 
@@ -181,9 +180,12 @@ def test_flags_of_a_dry_run_need_a_dry_run(base, capsys):
 
 
 @fast
-def test_random_weights_run_one_real_step_whose_memory_is_the_predicted_one(dry):
-    code, out, err = dry(*SMALL, "--random-weights", "--pairs-per-device", 2, "--group-size", 4)
-    assert code == 0, err
-    for found, predicted in re.findall(r"([\d.]+) GiB \(predicted ([\d.]+)\)", out):
-        assert float(found) == pytest.approx(float(predicted), abs=0.011)
-    assert out.count("(predicted") == 2 and "AdamW" in out
+def test_random_weights_run_one_real_step_whose_memory_is_the_predicted_one(dry, monkeypatch):
+    monkeypatch.setattr(dry_run, "GIB", 2**20)                # in MiB: the small model would be 0.01 GiB
+    code, out, err = dry(*SMALL, "--random-weights", "--pairs-per-device", 2, "--group-size", 4, "--max-new-tokens", 16)
+    assert code == 0 and "AdamW" in out, err
+    print(out)
+    found = re.findall(r"([\d.]+) GiB \(predicted ([\d.]+)\)", out)
+    assert len(found) == 2                                    # the longest prompt that could be is a little longer than these
+    for measured, predicted in found:
+        assert float(measured) > 1 and 0.8 * float(predicted) < float(measured) < 1.02 * float(predicted)
