@@ -63,6 +63,11 @@ def compared(runs: list[dict], base: dict, domain: str, task: str, metric: str =
             "each": (100 * after[:, chosen].mean(1)).round(1).tolist()}
 
 
+def first_above(curve: list[list[float]], level: float) -> int | str:
+    """The first step at which the probe was looked at and was right more often than `level`."""
+    return next((step for step, right, _ in curve if right > level), "never")
+
+
 def said(c: dict) -> str:
     """One comparison as text."""
     return (f"{c['base']:5.1f} -> {c['value']:5.1f}  ({c['change']:+5.1f} +- {c['half']:4.1f}; {c['seeds']} seeds, sd {c['spread']:4.1f}: "
@@ -208,7 +213,8 @@ def figure8(results: Results, base: dict, folder: Path) -> list[str]:
                 continue
             others = np.mean([compared(runs, base, INDOOR, t)["change"] for t in BOOLEAN_TASKS if t != task])
             lines.append(f"{task:<12}{pairing:<16}{said(compared(runs, base, INDOOR, task))}  sampled "
-                         f"{compared(runs, base, INDOOR, task, 'sampled_accuracy')['value']:5.1f}  other three tasks {others:+5.1f}")
+                         f"{compared(runs, base, INDOOR, task, 'sampled_accuracy')['value']:5.1f}  other three tasks {others:+5.1f}  "
+                         f"probe above 90 % from step {' '.join(str(first_above(r['curve'], 0.9)) for r in runs)}")
             if task == "depth":
                 curves[pairing] = np.array([[p[1] for p in r["curve"]] for r in runs]), [p[0] for p in runs[0]["curve"]]
     if len(curves) < 2:

@@ -107,6 +107,11 @@ def test_an_arm_is_its_seeds_and_nothing_with_a_longer_name():
     assert [r["name"] for r in figures.arm(results, "depth", "consistency")] == ["depth-consistency-0", "depth-consistency-1"]
 
 
+@fast
+def test_take_off_is_the_first_look_above_the_level():
+    assert [figures.first_above([[10, 0.7, 1], [20, 0.9, 1], [30, 0.95, 1], [40, 0.2, 1]], level) for level in (0.5, 0.9, 0.99)] == [10, 30, "never"]
+
+
 # --- nothing is repeated or lost --------------------------------------------------------------------------------------
 
 @fast
