@@ -168,8 +168,8 @@ def resumed(args: Namespace) -> Namespace:
     saved = run_settings(args.resume)
     if not {"task", "model", "pairs_per_step", "base_fingerprint"} <= saved.keys():
         raise DataError(f"--resume {args.resume}: no config.json of a run there; give the folder that train.py printed")
-    free = {"resume", "resume_if_there", "out", "steps", "save_every", "eval_every", "eval_rows", "tokens_per_microbatch",
-            "activation_checkpointing"}
+    free = {"resume", "resume_if_there", "steps", "save_every", "eval_every", "eval_rows", "tokens_per_microbatch",
+            "activation_checkpointing", *(["out"] if args.resume_if_there else [])}
     for name in args.given:
         if name not in free and getattr(args, name) != saved.get(name):
             raise DataError(f"--resume {args.resume}: --{name.replace('_', '-')} {getattr(args, name)} differs from the run's "

@@ -279,14 +279,20 @@ def test_two_agents_restart_after_a_killed_worker_and_end_as_an_undisturbed_run(
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2",
                "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "test", str(driver), str(ROOT),
                str(ROOT / "tests"), *flags(base, photos, run, **options), "--resume-if-there"]
-    agents = [subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    logs = [tmp_path / f"agent{i}.txt" for i in range(2)]        # files: a full pipe would stop an agent that nobody reads
+    agents = []
     try:
-        printed = [agent.communicate(timeout=500)[0] for agent in agents]
+        for log in logs:
+            with open(log, "w") as file:
+                agents.append(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file,
+                                               stderr=subprocess.STDOUT))
+        for agent in agents:
+            agent.wait(240)
     finally:
         for agent in agents:
             agent.terminate()
             agent.wait(60)
+    printed = [log.read_text() for log in logs]
     assert [agent.returncode for agent in agents] == [0, 0], printed[0][-3000:] + printed[1][-3000:]
     assert "".join(printed).count(f"resuming {run} after step 2 of 3") == 1
     assert_same_run(run, alone)
