@@ -179,7 +179,6 @@ def test_flags_of_a_dry_run_need_a_dry_run(base, capsys):
         assert "need --dry-run" in capsys.readouterr().err
 
 
-@fast
 def test_random_weights_run_one_real_step_whose_memory_is_the_predicted_one(dry, monkeypatch):
     monkeypatch.setattr(dry_run, "GIB", 2**20)                # in MiB: the small model would be 0.01 GiB
     code, out, err = dry(*SMALL, "--random-weights", "--pairs-per-device", 2, "--group-size", 4, "--max-new-tokens", 16)

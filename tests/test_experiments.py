@@ -1,8 +1,6 @@
 """The experiments run as declared, share their runs, never repeat or lose one, and their numbers are what the formulas say."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,9 +140,10 @@ def test_finished_runs_are_not_repeated_half_a_line_is_passed_over_and_other_siz
 
 
 @fast
-def test_wrong_names_are_refused_with_the_choices():
-    done = subprocess.run([sys.executable, ROOT / "experiments.py", "figure99"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "figure99: choose from figure2" in done.stderr and len(done.stderr.splitlines()) == 1
+def test_wrong_names_are_refused_with_the_choices(capsys):
+    with pytest.raises(SystemExit) as refused:
+        experiments.main(["figure99"])
+    assert refused.value.code == 2 and "figure99: choose from figure2" in (error := capsys.readouterr().err) and len(error.splitlines()) == 1
 
 
 def test_all_experiments_together_run_quickly_and_every_figure_is_drawn_from_them(tmp_path):

@@ -170,7 +170,6 @@ def measured(folder):
     return json.loads(done.stdout)
 
 
-@fast
 def test_a_thousand_pictures_are_read_filtered_and_paired_in_seconds_of_cpu(tmp_path):
     found = measured(write_rooms(tmp_path, 1000))
     print(found)
