@@ -22,6 +22,7 @@ from scipy.stats import spearmanr  # noqa: E402
 
 from check import best_constant  # noqa: E402
 from command import Parser, one_line, run as run_command  # noqa: E402
+from compare import half_width  # noqa: E402
 from data import BOOLEAN_TASKS  # noqa: E402
 from dataset import evaluation_pair, to_prompt  # noqa: E402
 from eval import Settings, held_out_examples  # noqa: E402
@@ -58,7 +59,7 @@ def compared(runs: list[dict], base: dict, domain: str, task: str, metric: str =
     chosen = np.ones(n, bool) if word is None else unpacked(base["tests"][domain][task]["relation"])[:n] == word
     change = (after.mean(0) - before)[chosen]                                                   # (n',)
     return {"value": 100 * after[:, chosen].mean(), "base": 100 * before[chosen].mean(), "change": 100 * change.mean(),
-            "half": 196 * change.std(ddof=1) / len(change) ** 0.5, "seeds": len(runs), "n": int(chosen.sum()),
+            "half": 100 * half_width(change), "seeds": len(runs), "n": int(chosen.sum()),
             "spread": 100 * after[:, chosen].mean(1).std(ddof=1) if len(runs) > 1 else float("nan"),
             "each": (100 * after[:, chosen].mean(1)).round(1).tolist()}
 

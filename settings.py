@@ -121,12 +121,10 @@ def settle(args: Namespace) -> tuple[Namespace, str]:
             raise DataError(f"--out {args.out} exists and is not empty; go on with it by --resume {args.out}, or give another name")
     for name, least in (("steps", 1), ("pairs_per_device", 1), ("group_size", 2), ("lora_rank", 1), ("max_new_tokens", 1),
                         ("save_every", 1), ("eval_every", 1), ("eval_size", 0), ("eval_rows", 1), ("tokens_per_microbatch", 1), ("seed", 0),
-                        ("max_prompt_tokens", 1), ("max_pixels", MIN_PIXELS)):
-        if getattr(args, name) < least:
+                        ("max_prompt_tokens", 1), ("max_pixels", MIN_PIXELS), ("examples", 1)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
             why = " (a completion is compared with the others of its group)" if name == "group_size" else ""
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}{why}")
-    if args.examples is not None and args.examples < 1:
-        raise DataError(f"--examples {args.examples}: must be at least 1")
     if not (args.lr > 0 and args.temperature > 0 and 0 <= args.label_noise <= 1):
         raise DataError("--lr and --temperature must be above 0 and --label-noise between 0 and 1")
     if args.label_noise and (args.reward != "accuracy" or not set(tasks_of(args.task)) <= set(BOOLEAN_TASKS)):
