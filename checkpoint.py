@@ -10,6 +10,7 @@ by name and the one before it is used.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from command import Parser, run as run_command
+from images import DataError
 from model import VLM, ModelError, trainable_parameters
 
 
@@ -110,18 +113,38 @@ def load_checkpoint(folder: Path, vlm: VLM, optimiser: torch.optim.Optimizer) ->
 
 def trim_log(file: Path, step: int) -> None:
     """Cut log.jsonl back to the first `step` steps: those after the checkpoint are made again, half a line is dropped."""
-    kept = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            continue                      # the process was killed in the middle of it
     draft = file.with_name(file.name + ".tmp")
-    draft.write_text("".join(kept))
+    draft.write_text("".join(json.dumps(row) + "\n" for row in whole_rows(file) if row["step"] <= step))
     draft.replace(file)
 
 
-if __name__ == "__main__":
-    for checkpoint in checkpoints(Path(sys.argv[1])) if len(sys.argv) == 2 else []:
+def read_log(run: Path) -> list[dict]:
+    """What a run has logged, one row per step. DataError where there is nothing yet."""
+    rows = whole_rows(run / "log.jsonl")
+    if not rows:
+        raise DataError(f"{run / 'log.jsonl'} is missing or holds no step; give the folder of a run that train.py has begun")
+    return rows
+
+
+def whole_rows(file: Path) -> list[dict]:
+    """The rows of a file of JSON lines, none if there is no file; half a line (its writer was killed, or is at it) is passed over."""
+    rows = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
+    run = parser.parse_args(argv).run
+    if not (found := checkpoints(run)):
+        raise DataError(f"{run} has no checkpoints; give the folder of a run that train.py has begun")
+    for checkpoint in found:
         print(checkpoint, fault_of(checkpoint) or "whole")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

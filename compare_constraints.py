@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
+from checkpoint import read_log  # noqa: E402
 from command import Parser, run as run_command  # noqa: E402
 from constraints import thresholds_of  # noqa: E402
 from images import DataError  # noqa: E402
@@ -37,8 +38,8 @@ def read(file: Path) -> dict:
 def series(run: Path, key: str) -> np.ndarray:
     """One number of the log per step, (steps,); a step without it repeats the one before."""
     values, last = [], float("nan")
-    for line in (run / "log.jsonl").read_text().splitlines():
-        last = json.loads(line).get(key, last)
+    for logged in read_log(run):
+        last = logged.get(key, last)
         values.append(last)
     return np.array(values)
 

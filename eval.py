@@ -13,7 +13,9 @@ A consistency that survives blanking is a shortcut. Intervals are 95 %, over que
 there is no truth, and only consistencies are given. `direct_*` asks the same without thinking: the base's other prompt.
 
     python eval.py --adapter runs/depth-consistency-seed0 --tasks depth size --n 500
-    python eval.py --model Qwen/Qwen2.5-VL-3B-Instruct --data data/omni3d --out base.json
+    torchrun --nproc_per_node 8 -- eval.py --model Qwen/Qwen2.5-VL-3B-Instruct --data data/omni3d --out base.json    # 8 GPUs
+
+Behind `--`, because torchrun takes a flag of ours that begins one of its own (`--n`, `--nnodes`) for its own.
 """
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ from tqdm import tqdm
 
 import scenes
 from check import best_constant
+from checkpoint import write_json
 from command import Parser, read_text, run
 from data import TASKS, Example
 from dataset import TRAINED_ON, Pair, evaluation_pair, load_examples, to_prompt
@@ -39,7 +42,7 @@ from images import DataError
 from model import default_new_tokens, is_embedded, load_base_and_adapter, MIN_PIXELS, run_settings, VLM
 from omni3d import SOURCES, read_folder
 from questions import RELATIONS, SYSTEM_PROMPT, Question, ground_truth
-from ranks import gather
+from ranks import gather, setup
 from transforms import Prompted, draw_markers
 from verifiers import TASK_KIND, accuracy, parse, verify
 
@@ -275,6 +278,7 @@ def find_questions(args: Namespace) -> dict[tuple[str, str], list[Example]]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
+    rank, world_size, _ = setup()
     args.data = args.data or (run_settings(args.adapter).get("data") if args.adapter else None) or "synthetic"
     questions = find_questions(args)
     vlm, trained = load_base_and_adapter(args.model, args.adapter, args.max_pixels)
@@ -287,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
           f"{vlm.max_pixels:,} pixels")
     out = {}
     for (source, task), examples in questions.items():
-        rows = evaluate(vlm, examples, settings, label=f"{source} {task}")
+        rows = evaluate(vlm, examples, settings, rank, world_size, label=f"{source} {task}")
         summary = summarise(rows)
         print_summary(summary, title=f"{source:<12}" if args.data not in scenes.DOMAINS else "")
         if args.breakdown:
@@ -296,9 +300,11 @@ def main(argv: list[str] | None = None) -> int:
         entry = out.setdefault(source, {"summary": {}, "rows": []})
         entry["summary"].update(summary)
         entry["rows"] += rows
-    if args.out:
-        Path(args.out).write_text(json.dumps({"arguments": vars(args), "sources": out}))
+    if args.out and rank == 0:
+        write_json(Path(args.out), {"arguments": vars(args), "sources": out})
         print(f"wrote {args.out}")
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
     return 0
 
 

@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 import train
+from checkpoint import read_log, whole_rows
 from command import Parser, quiet_libraries, run as run_command
 from data import BOOLEAN_TASKS
 from eval import SAMPLES, Settings, evaluate, held_out_examples
@@ -188,7 +189,7 @@ def unpacked(values: str | list[float]) -> np.ndarray:
 
 def curve(folder: Path) -> dict:
     """The probe over steps, and where the time of a step went, from the run's log."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = read_log(folder)
     return {"curve": [[r["step"], round(r["probe_accuracy"], 4), round(r["probe_consistency"], 4)] for r in rows if "probe_accuracy" in r],
             "seconds_per_step": round(float(np.median([r["seconds_rollout"] + r["seconds_update"] for r in rows])), 4)}
 
@@ -223,12 +224,7 @@ def retold(shown, completion: str, rng: np.random.Generator) -> str:
 # ------------------------------------------------------------------------------------------------------------ all runs
 def read_results(file: Path) -> dict[str, dict]:
     """name -> line of the results file; half a line at the end (a killed process) is passed over."""
-    found = {}
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            found[row["name"]] = row
-    return found
+    return {row["name"]: row for row in whole_rows(file)}
 
 
 def carry_out_all(runs: list[Run], work: Path, results: Path, size: Size, workers: int) -> None:

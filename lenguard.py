@@ -27,7 +27,6 @@ all completions, V vocabulary, H width of the decoder.
 """
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint import read_log
 from command import Parser, run as run_command
 from grpo import LOGITS_AT_ONCE, completion_hidden, microbatches
 from images import DataError
@@ -228,13 +228,8 @@ SHOWN = {"length": "tokens per completion", "task_reward": "task reward", "guide
 
 def read_arm(runs: list[str]) -> dict[str, np.ndarray]:
     """What the logs of an arm's runs hold over the steps that all of them have: name -> (seeds, steps)."""
-    try:
-        logs = [[json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()] for run in runs]
-    except (OSError, ValueError) as error:
-        raise DataError(f"--arm: {error}; give folders of runs") from None
+    logs = [read_log(Path(run)) for run in runs]
     steps = min(map(len, logs))
-    if steps == 0:
-        raise DataError(f"--arm: a run of {' '.join(runs)} has not made a step; leave it out")
     return {name: np.array([[row[name] for row in log[:steps]] for log in logs]) for name in SHOWN if name in logs[0][0]}
 
 

@@ -4,7 +4,6 @@
 """
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from pathlib import Path
@@ -16,6 +15,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 from PIL import Image, ImageDraw, ImageFont  # noqa: E402
 
+from checkpoint import read_log  # noqa: E402
+from command import Parser, run as run_command  # noqa: E402
 from dataset import Pair  # noqa: E402
 from questions import prompt_text  # noqa: E402
 from transforms import Prompted  # noqa: E402
@@ -33,7 +34,7 @@ def smooth(values: list[float], window: int = 10) -> list[float]:
 
 def plot_curves(run: Path) -> Path:
     """curves.png from log.jsonl: the held-out probe (its labels are for this plot only), rewards, health of the update."""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    rows = read_log(run)
     figure, axes = plt.subplots(2, 2, figsize=(11, 6.6), constrained_layout=True)
     for key, style in (("probe_accuracy", "o-"), ("probe_consistency", "s--")):
         points = [(r["step"], r[key]) for r in rows if key in r]
@@ -96,5 +97,12 @@ def wrapped(shown: Prompted) -> list[str]:
     return [part for line in words.splitlines()[:-1] for part in textwrap.wrap(line, 58)]
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
+    print(plot_curves(parser.parse_args(argv).run))
+    return 0
+
+
 if __name__ == "__main__":
-    print(plot_curves(Path(sys.argv[1])) if len(sys.argv) == 2 else "usage: python plots.py RUN")
+    sys.exit(run_command(main))

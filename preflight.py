@@ -15,6 +15,7 @@ from data import Example
 from dataset import Pair, draw_uniforms, to_prompt
 from grpo import backward, rollout
 from images import DataError
+from lenguard import GUIDANCE
 from model import MERGED_PATCH, VLM, ModelError, chat_text, image_tokens, trainable_parameters
 from questions import TEMPLATES, Question, prompt_text
 from ranks import gather
@@ -32,6 +33,7 @@ def longest_prompt(vlm: VLM, example: Example, args: Namespace, frame: int | Non
     picture = min(whole, args.max_pixels // MERGED_PATCH**2)             # may fill the limit better where that shrinks it
     texts = [prompt_text(Question(example.task, example.object_ids, relation, False, template), names)
              for relation in (0, 1) for template in range(len(TEMPLATES[example.task]))]
+    texts += [text + "\n" + GUIDANCE[example.task] for text in texts] if args.lenguard != "off" else []
     frame = prompt_frame(vlm, args.system_prompt_text) if frame is None else frame
     return frame + picture + max(map(len, vlm.tokenizer(texts, add_special_tokens=False)["input_ids"]))
 

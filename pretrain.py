@@ -48,6 +48,17 @@ FIRST_SCENE = 10_000_000      # pretraining scenes are numbered from here; train
 VIEW_SHARE = 0.7              # share of prompts that show a transformed view, as training will
 
 
+# Language model and vision tower. `tiny` is embedded; `small` is twice as large, as the paper has 3B and 7B.
+SIZES = {
+    "tiny": (dict(hidden_size=96, intermediate_size=256, num_hidden_layers=3,
+                  rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}),
+             dict(depth=3, hidden_size=64, intermediate_size=192)),
+    "small": (dict(hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+                   rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}),
+              dict(depth=3, hidden_size=96, intermediate_size=256)),
+}
+
+
 @dataclass(frozen=True)
 class Stage:
     """From step `start` on: what a batch holds."""
@@ -188,19 +199,18 @@ def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """The real class with a small configuration. A width of 96 needs a wider start than the default 0.02."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny") -> Qwen2_5_VLForConditionalGeneration:
+    """The real class with a small configuration (`SIZES`). Such widths need a wider start than the default 0.02."""
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (
         ("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>"),
         ("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"))}
     ends = dict(bos_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    text = dict(vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
-                initializer_range=0.08, rms_norm_eps=1e-6, use_sliding_window=False, **ends,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]})
-    vision = dict(depth=3, hidden_size=64, intermediate_size=192, num_heads=4, out_hidden_size=96, patch_size=14,
-                  spatial_merge_size=2, temporal_patch_size=2, window_size=112, fullatt_block_indexes=[0, 1, 2],
-                  tokens_per_second=2, initializer_range=0.08)
+    text, vision = SIZES[size]
+    text = dict(vocab_size=len(tokenizer), num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32768,
+                tie_word_embeddings=True, initializer_range=0.08, rms_norm_eps=1e-6, use_sliding_window=False, **ends, **text)
+    vision = dict(num_heads=4, out_hidden_size=text["hidden_size"], patch_size=14, spatial_merge_size=2, temporal_patch_size=2,
+                  window_size=112, fullatt_block_indexes=list(range(vision["depth"])), tokens_per_second=2,
+                  initializer_range=0.08, **vision)
     torch.manual_seed(seed)
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids, **ends)
     return Qwen2_5_VLForConditionalGeneration(config)
@@ -341,9 +351,9 @@ def train(args: Namespace) -> None:
     if not (run / "tokenizer").is_dir():
         build_tokenizer().save_pretrained(run / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")       # a resumed run must not build another one
-    model = build_model(tokenizer, args.seed)
+    model = build_model(tokenizer, args.seed, args.size)
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": MIN_PIXELS, "longest_edge": NATIVE_PIXELS})
-    vlm = VLM(model, tokenizer, processor, "tiny")
+    vlm = VLM(model, tokenizer, processor, args.size)
     probe = PatchProbe(model.config.text_config.hidden_size)
     parameters = [*model.parameters(), *probe.parameters()]
     optimiser = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -401,6 +411,7 @@ def save(vlm: VLM, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", default="runs/pretrain", help="checkpoints and log go here")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="tiny: 0.68 million weights, 3 layers; small: 1.4 million, 4 layers")
     parser.add_argument("--steps", type=int, default=2880)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=16, help="rows per forward pass (memory and cache, not the result)")

@@ -8,6 +8,7 @@ refuses before anything long begins. Flags of a sibling method are defined in th
 """
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import constraints
 import judge
 import lenguard
-from command import Parser, read_text
+from command import Parser, read_text, run
 from data import BOOLEAN_TASKS, TASKS
 from dataset import tasks_of
 from images import DataError
@@ -187,8 +188,13 @@ def share_pairs(args: Namespace, world_size: int) -> None:
     args.pairs_per_step = world_size * args.pairs_per_device
 
 
-if __name__ == "__main__":
-    settled, why = settle(parse_arguments())
+def main(argv: list[str] | None = None) -> int:
+    settled, why = settle(parse_arguments(argv))
     print(why)
     for name, value in sorted(vars(settled).items()):
         print(f"{name:<26}{value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

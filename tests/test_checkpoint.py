@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 from checkpoint import checkpoints, fault_of, load_checkpoint, newest_checkpoint, save_checkpoint, trim_log, write_json
+from images import DataError
 from model import ModelError, add_lora, load_vlm, trainable_parameters
 
 fast = pytest.mark.fast
@@ -132,3 +133,13 @@ def test_json_is_replaced_whole_and_a_torn_log_is_cut_back(tmp_path):
     log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     trim_log(log, 2)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@fast
+def test_a_log_is_read_without_the_half_line_of_its_writer_and_its_absence_is_named(tmp_path):
+    with pytest.raises(DataError, match="log.jsonl is missing or holds no step; give the folder of a run"):
+        checkpoint.read_log(tmp_path)
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.25}\n{"step": 3, "rew')
+    assert checkpoint.read_log(tmp_path) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.25}]
+    with pytest.raises(DataError, match="has no checkpoints; give the folder of a run"):
+        checkpoint.main([str(tmp_path)])

@@ -1,6 +1,7 @@
 """Claims about several processes (gloo, CPU): the same run however many ranks share it, and a failure ends it quickly."""
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.run import get_args_parser
 from toy import ROOT, flags, log_of, shortcuts, write_photos
 
+import eval as evaluation
 import ranks
 import train
 from dataset import draw_uniforms, load_examples
@@ -192,6 +195,28 @@ def test_an_exception_on_one_rank_ends_the_job_within_a_minute_and_shows_its_tra
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------
+def test_an_evaluation_shared_by_two_ranks_is_that_of_one_and_is_written_and_printed_once(tmp_path, capsys):
+    asked = ["--tasks", "depth", "--n", "40", "--max-new-tokens", "24", "--diagnostics"]  # 40: more than one rank's batch of 32
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--", str(ROOT / "eval.py"), *asked,
+               "--out", str(tmp_path / "two.json")]
+    out = finished(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                                    stderr=subprocess.STDOUT, text=True))
+    assert evaluation.main([*asked, "--out", str(tmp_path / "one.json")]) == 0
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text())["sources"] for name in ("one", "two"))
+    assert one == two and out.count("greedy_accuracy") == 1
+    assert [line for line in capsys.readouterr().out.splitlines() if "_accuracy" in line] == [
+        line for line in out.splitlines() if "_accuracy" in line]
+
+
+@fast
+def test_torchrun_takes_no_flag_of_training_for_its_own(capsys):
+    own = [option for action in get_args_parser()._actions for option in action.option_strings]
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    for flag in set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}:
+        assert not [option for option in own if option.startswith(flag)], flag
+
+
 @fast
 def test_without_torchrun_there_is_one_rank_and_the_calls_between_ranks_are_identities(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

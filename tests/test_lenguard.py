@@ -333,5 +333,5 @@ def test_runs_side_by_side_are_compared_over_the_steps_they_share(tmp_path, caps
     assert lenguard.main([*arm, "--out", str(tmp_path / "arms.png")]) == 0 and (tmp_path / "arms.png").stat().st_size > 1000
     out = capsys.readouterr().out  # 25 shared steps: the last 20 hold 15 of the old length and 5 of the new
     assert "steps 1-20 -> 6-25" in out and "12.000 +- 2.828 -> 12.250 +- 2.828" in out and "per seed 10.250 14.250" in out
-    with pytest.raises(DataError, match="--arm: .*give folders of runs"):
+    with pytest.raises(DataError, match="nothing.*give the folder of a run"):
         lenguard.main(["--arm", "none", str(tmp_path / "nothing")])

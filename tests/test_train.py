@@ -16,6 +16,7 @@ from toy import ROOT, flags, log_of, parity, write_photos
 from transformers import AutoModelForImageTextToText
 
 import eval as evaluation
+import lenguard
 import preflight
 import train
 from data import TASKS
@@ -273,15 +274,16 @@ def test_overlong_prompts_are_refused_by_id_before_training_and_the_rest_run(vlm
 
 
 @fast
-@pytest.mark.parametrize("max_pixels", [112 * 112, 9 * 784])
-def test_no_prompt_of_any_draw_is_longer_than_predicted_and_some_draw_is_as_long(vlm, base, photos, tmp_path, max_pixels):
-    args = settings(base, photos, tmp_path, max_pixels=max_pixels)
+@pytest.mark.parametrize("max_pixels, guided", [(112 * 112, False), (9 * 784, False), (112 * 112, True)])
+def test_no_prompt_of_any_draw_is_longer_than_predicted_and_some_draw_is_as_long(vlm, base, photos, tmp_path, max_pixels, guided):
+    args = settings(base, photos, tmp_path, max_pixels=max_pixels, **({"lenguard": "staged"} if guided else {}))
     vlm.image_processor.size = {"shortest_edge": 4 * 784, "longest_edge": max_pixels}
     for task in TASKS:
         (example,) = load_examples("synthetic", task, "train", limit=1)
         predicted = preflight.longest_prompt(vlm, example, args)
         pairs = [draw_pair([example], 0, step, 0, 1) for step in range(25)]
-        lengths = [len(train.to_prompt(vlm, side, args.system_prompt_text).input_ids) for p in pairs for side in (p.x, p.x_prime)]
+        make = lenguard.guided_prompt if guided else train.to_prompt
+        lengths = [len(make(vlm, side, args.system_prompt_text).input_ids) for p in pairs for side in (p.x, p.x_prime)]
         assert predicted - 3 <= max(lengths) <= predicted
 
 
