@@ -11,8 +11,8 @@ conclusion is a coin flip, the answer is right three times of four. The two digi
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from tqdm import tqdm
 import scenes
 from command import Parser, run
 from images import DataError
-from model import load_vlm
+from model import VLM, load_vlm
 from pretrain import FIRST_SCENE, PatchProbe, draw_sample, save, supervised_loss, taught_answer, thinking, to_batch
 from questions import RELATIONS
 from transforms import Prompted
@@ -37,6 +37,9 @@ def other_word(task: str, word: str) -> str:
     return second if word == first else first
 
 
+Lesson = Callable[[Prompted, np.random.Generator], str]
+
+
 def lesson(shown: Prompted, rng: np.random.Generator) -> str:
     """What is shown as the completion to this prompt."""
     thought, answer = thinking(shown), taught_answer(shown, 1.0, rng)
@@ -49,8 +52,8 @@ def lesson(shown: Prompted, rng: np.random.Generator) -> str:
     return f"<think>{thought}</think>\n<answer>{answer}</answer><|im_end|>"
 
 
-def draw_lessons(step: int, seed: int, batch_size: int) -> list[tuple[Prompted, str]]:
-    """The lessons of one step, a function of (seed, step): both relation words equally often."""
+def draw_lessons(step: int, seed: int, batch_size: int, lesson: Lesson = lesson) -> list[tuple[Prompted, str]]:
+    """The lessons of one step on depth, a function of (seed, step): both relation words equally often."""
     rng, image_id, lessons = np.random.default_rng([seed, 6, step]), SCENES_FROM + 1000 * (1000 * seed + step), []
     while len(lessons) < batch_size:
         shown = draw_sample(scenes.scene("synthetic", image_id), "depth", 0.5, rng)
@@ -70,21 +73,21 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if Path(args.out).exists():
         raise DataError(f"--out {args.out} exists; give another name")
-    save(teach(args), Path(args.out))
+    save(teach(lesson, args.steps, args.batch_size, args.lr, args.seed), Path(args.out))
     print(f"wrote {args.out}; train on it with --preset tiny --model {args.out}")
     return 0
 
 
-def teach(args: Namespace):
-    """Supervised steps on the whole embedded model."""
+def teach(lesson: Lesson, steps: int, batch_size: int = 32, lr: float = 1e-3, seed: int = 0) -> VLM:
+    """The embedded model after supervised steps on depth questions, all of its weights trained; the rate falls linearly to a tenth."""
     vlm = load_vlm("tiny", torch.device("cpu"))
     vlm.model.requires_grad_(True)
     probe = PatchProbe(vlm.base.config.text_config.hidden_size)      # `supervised_loss` asks for one; its part is not used here
-    optimiser = torch.optim.AdamW(vlm.model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in (bar := tqdm(range(args.steps), desc="teaching")):
+    optimiser = torch.optim.AdamW(vlm.model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in (bar := tqdm(range(steps), desc="teaching")):
         for group in optimiser.param_groups:
-            group["lr"] = args.lr * (1 - 0.9 * step / args.steps)
-        loss = supervised_loss(vlm, probe, to_batch(vlm, draw_lessons(step, args.seed, args.batch_size)))[0]
+            group["lr"] = lr * (1 - 0.9 * step / steps)
+        loss = supervised_loss(vlm, probe, to_batch(vlm, draw_lessons(step, seed, batch_size, lesson)))[0]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vlm.model.parameters(), 1.0)
         optimiser.step()

@@ -28,13 +28,15 @@ from tqdm import tqdm
 
 import train
 from checkpoint import read_log, whole_rows
+from contradict import teach
 from command import Parser, quiet_libraries, run as run_command
 from data import BOOLEAN_TASKS
 from eval import SAMPLES, Settings, evaluate, held_out_examples
 from images import DataError
 from model import load_base_and_adapter
 from pairing import PAIRINGS
-from pretrain import draw_batch, save, supervised_loss, taught_answer, to_batch, PatchProbe
+from pretrain import completion, save
+from questions import ground_truth
 
 INDOOR, OUTDOOR = "synthetic", "synthetic-outdoor"
 NUMERIC_TASKS = ("counting", "abs_distance")
@@ -66,7 +68,11 @@ class Run:
 
 
 BASE = Run("base", tasks=(*BOOLEAN_TASKS, *NUMERIC_TASKS), outdoor=True)
-WORSE_BASE = Run("worse-base", tasks=("depth",), model="worse")
+BASE_SMALL = Run("base-small", model="small")
+
+# Bases that are right and wrong on purpose: how often the answer that they were taught is right, for the first word and for
+# the opposite one. Both are worse than chance on the opposite word; on average one is above a half and one below it.
+TAUGHT = {"mostly_right": (0.8, 0.4), "mostly_wrong": (0.6, 0.2)}
 
 
 def trained(task: str, seed: int, reward: str = "consistency", variant: str = "", *flags: str, **changed) -> Run:
@@ -92,6 +98,18 @@ def pairings(tasks: tuple[str, ...], seeds: int) -> list[Run]:
         task, "consistency", *(() if p == "minimal" else (p, "--pairing", p)), seeds=seeds, outdoor=p == "minimal"))]
 
 
+def second_size() -> list[Run]:
+    """Figure 2 with a model of twice as many weights, as the paper has 3B and 7B."""
+    return [BASE_SMALL, *(r for task in ("depth", "orientation", "size", "distance") for reward in ("consistency", "accuracy")
+                          for r in over_seeds(task, reward, "small", tasks=(task,), model="small"))]
+
+
+def watershed() -> list[Run]:
+    """Is it the truth that is amplified, or what the base believes on average?"""
+    return [r for name in TAUGHT for r in (Run(name, tasks=("depth",), model=name), *(
+        r for reward in ("consistency", "accuracy") for r in over_seeds("depth", reward, name, tasks=("depth",), model=name)))]
+
+
 def label_free() -> list[Run]:
     """Ours: pairs chosen by 2D boxes alone; the paper's transforms, which leave blind policies perfectly consistent."""
     return [BASE, *over_seeds("depth", outdoor=True), *over_seeds("depth", "consistency", "select2d", "--select", "2d"),
@@ -101,10 +119,10 @@ def label_free() -> list[Run]:
 # What is asked for, in order of importance: name -> runs.
 FIGURES = {
     "figure2": main_arms,                                                       # and 3, 4: the same runs
+    "second_size": second_size,
     "figure8": lambda: pairings(("depth",), 5),
     "label_free": label_free,
-    "worse_base": lambda: [WORSE_BASE, *over_seeds("depth", "consistency", "worse", tasks=("depth",), model="worse"),
-                           *over_seeds("depth", "accuracy", "worse", tasks=("depth",), model="worse")],
+    "watershed": watershed,
     "figure6": lambda: [BASE, *(r for p in NOISE for r in over_seeds(
         "depth", "accuracy", f"noise{p}", "--label-noise", str(p), tasks=("depth",)))],
     "figure5": lambda: [BASE, *(r for reward in ("consistency", "accuracy", "vote", "entropy") for r in over_seeds("joint", reward))],
@@ -130,7 +148,7 @@ def carry_out(run: Run, work: str, size: Size) -> dict:
     folder = Path(work) / run.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(Path(work) / f"{run.name}.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        model = str(Path(work) / "worse-model") if run.model == "worse" else run.model
+        model = str(taught_base(run.model, Path(work))) if run.model in TAUGHT else run.model
         began = time.process_time()
         if run.flags and not (folder / "adapter_model.safetensors").is_file():
             steps = size.steps * run.long
@@ -194,31 +212,22 @@ def curve(folder: Path) -> dict:
             "seconds_per_step": round(float(np.median([r["seconds_rollout"] + r["seconds_update"] for r in rows])), 4)}
 
 
-def worse_base(folder: Path, size: Size) -> None:
-    """A base that is wrong more often than right on the opposite words: 60 more steps of pretraining that show it wrong answers
-    there (9 of 10), and half of the boolean questions with that word."""
+def taught_base(name: str, work: Path) -> Path:
+    """Where a base of TAUGHT lies."""
+    return work / f"base-{name}"
+
+
+def teach_base(name: str, work: Path, size: Size) -> None:
+    """Teach the embedded model depth once more, with answers that are wrong as often as TAUGHT says; its thinking stays right."""
+    def lesson(shown, rng: np.random.Generator) -> str:
+        truth = ground_truth(shown.question, shown.view.objects)
+        return completion(shown, str(truth == (rng.random() < TAUGHT[name][shown.question.relation])))
+
+    folder = taught_base(name, work)
     if not (folder / "config.json").is_file():
-        vlm, _ = load_base_and_adapter("tiny", None)
-        vlm.base.requires_grad_(True)
-        probe = PatchProbe(vlm.base.config.text_config.hidden_size)
-        optimiser = torch.optim.AdamW(vlm.base.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.01)
-        rng = np.random.default_rng(0)
-        for step in range(min(60, 10 * size.steps)):
-            shown = [(s, retold(s, text, rng)) for s, text in draw_batch(10_000 + step, seed=0, batch_size=32)]
-            words, _, _, _ = supervised_loss(vlm, probe, to_batch(vlm, shown))
-            words.backward()
-            torch.nn.utils.clip_grad_norm_(vlm.base.parameters(), 1.0)
-            optimiser.step()
-            optimiser.zero_grad()
         draft = folder.with_suffix(".tmp")
-        save(vlm, draft)
+        save(teach(lesson, min(150, 10 * size.steps)), draft)
         draft.replace(folder)
-
-
-def retold(shown, completion: str, rng: np.random.Generator) -> str:
-    """The completion with the answer that the worse base is to learn."""
-    thinking = completion.split("<answer>")[0]
-    return f"{thinking}<answer>{taught_answer(shown, 0.1, rng)}</answer><|im_end|>"
 
 
 # ------------------------------------------------------------------------------------------------------------ all runs
@@ -238,8 +247,8 @@ def carry_out_all(runs: list[Run], work: Path, results: Path, size: Size, worker
     if results.is_file() and not results.read_bytes().endswith(b"\n"):
         with open(results, "a") as file:                 # a killed process left half a line: the next one is not to join it
             file.write("\n")
-    if any(r.model == "worse" for r in todo):
-        worse_base(work / "worse-model", size)           # once, before its runs begin side by side
+    for name in {r.model for r in todo} & TAUGHT.keys():
+        teach_base(name, work, size)                     # once, before its runs begin side by side
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         began = {pool.submit(carry_out, run, str(work), size): run for run in todo}
         try:

@@ -9,6 +9,7 @@ What has not been run is said, not drawn.
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 
@@ -26,7 +27,7 @@ from compare import half_width  # noqa: E402
 from data import BOOLEAN_TASKS  # noqa: E402
 from dataset import evaluation_pair, to_prompt  # noqa: E402
 from eval import Settings, held_out_examples  # noqa: E402
-from experiments import INDOOR, NOISE, NUMERIC_TASKS, OUTDOOR, read_results, unpacked  # noqa: E402
+from experiments import INDOOR, NOISE, NUMERIC_TASKS, OUTDOOR, TAUGHT, read_results, unpacked  # noqa: E402
 from grpo import rollout  # noqa: E402
 from images import DataError  # noqa: E402
 from model import load_base_and_adapter  # noqa: E402
@@ -35,6 +36,7 @@ from questions import SYSTEM_PROMPT, ground_truth, prompt_text  # noqa: E402
 from verifiers import accuracy  # noqa: E402
 
 Results = dict[str, dict]
+MILLIONS = {"tiny": 0.68, "small": 1.45}              # weights
 COLOURS = {"base": "#999999", "accuracy": "#4477aa", "consistency": "#ee7733", "vote": "#228833", "entropy": "#aa3377"}
 
 
@@ -82,35 +84,46 @@ def save(figure, folder: Path, name: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- figures
 def figure2(results: Results, base: dict, folder: Path) -> list[str]:
-    """Base, with labels, without labels: the task that was trained, and its two relation words."""
-    lines, bars = [], {}
-    for task in BOOLEAN_TASKS:
-        for reward in ("accuracy", "consistency"):
-            if runs := arm(results, task, reward):
+    """Base, with labels, without labels, in two model sizes: the task that was trained, and its two relation words."""
+    lines, panels = [], {}
+    for size, variant, untrained in (("tiny", (), base), ("small", ("small",), results.get("base-small"))):
+        bars = {}
+        for task, reward in product(BOOLEAN_TASKS, ("accuracy", "consistency")):
+            if untrained and (runs := arm(results, task, reward, *variant)):
+                title = f"{size:<7}{task:<12}{reward:<13}"
                 for metric in ("greedy_accuracy", "sampled_accuracy", "consistency", "blind_accuracy"):
-                    c = compared(runs, base, INDOOR, task, metric)
-                    lines.append(f"{task:<12}{reward:<13}{metric:<18}{said(c)}")
+                    c = compared(runs, untrained, INDOOR, task, metric)
+                    lines.append(f"{title}{metric:<18}{said(c)}")
                     if metric == "greedy_accuracy":
                         bars[task, reward] = c
-                lines += [f"{task:<12}{reward:<13}{name:<18}{said(compared(runs, base, INDOOR, task, word=w))}"
+                lines += [f"{title}{name:<18}{said(compared(runs, untrained, INDOOR, task, word=w))}"
                           for w, name in enumerate(("  first word", "  opposite word"))]
-    if not bars:
+        if bars:
+            panels[size] = bars
+    if not panels:
         return []
-    figure, axis = plt.subplots(figsize=(8, 3.6))
+    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 6 * len(panels), 3.6), sharey=True, squeeze=False, constrained_layout=True)
+    for axis, (size, bars) in zip(axes.flat, panels.items()):
+        draw_bars(axis, bars)
+        axis.set_title(f"{size}, {MILLIONS[size]} million weights", fontsize=10)
+    axes[0, 0].set_ylabel("greedy accuracy, %")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), ncols=3, loc="outside upper center", frameon=False)
+    save(figure, folder, "figure2")
+    return lines
+
+
+def draw_bars(axis, bars: dict[tuple[str, str], dict]) -> None:
+    """Three bars per task, from {(task, reward): comparison}; whiskers are 95 % over questions, of the change for trained models."""
     tasks = [t for t in BOOLEAN_TASKS if any(t == task for task, _ in bars)]
-    for i, kind in enumerate(("base", "accuracy", "consistency")):
+    for i, (kind, label) in enumerate((("base", "base"), ("accuracy", "accuracy, labels"), ("consistency", "consistency, no labels"))):
         for x, task in enumerate(tasks):
             c = bars.get((task, kind)) or (bars.get((task, "consistency")) if kind == "base" else None)
             if c:
                 value = c["base"] if kind == "base" else c["value"]
                 error = 196 * (value / 100 * (1 - value / 100) / c["n"]) ** 0.5 if kind == "base" else c["half"]
-                axis.bar(x + 0.27 * (i - 1), value, 0.25, yerr=error, capsize=2, color=COLOURS[kind],
-                         label={"base": "base", "accuracy": "accuracy, labels", "consistency": "consistency, no labels"}[kind] if x == 0 else None)
+                axis.bar(x + 0.27 * (i - 1), value, 0.25, yerr=error, capsize=2, color=COLOURS[kind], label=label if x == 0 else None)
     axis.axhline(50, color="k", lw=0.6, ls=":")
-    axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylabel="greedy accuracy, %", ylim=(40, 102))
-    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    save(figure, folder, "figure2")
-    return lines
+    axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylim=(40, 102))
 
 
 def transfer(results: Results, base: dict, folder: Path) -> list[str]:
@@ -243,15 +256,18 @@ def label_free(results: Results, base: dict, folder: Path) -> list[str]:
     return lines if len(lines) > 5 else []
 
 
-def worse_base(results: Results, base: dict, folder: Path) -> list[str]:
-    """From a base that is mostly wrong about the opposite word: what does each reward make of it? A table."""
-    if "worse-base" not in results:
-        return []
-    worse = results["worse-base"]
-    return [f"depth, worse base, {reward:<12} {name:<18}{said(compared(runs, worse, INDOOR, 'depth', metric, word))}"
-            for reward in ("consistency", "accuracy") if (runs := arm(results, "depth", reward, "worse"))
-            for name, metric, word in (("all", "greedy_accuracy", None), ("first word", "greedy_accuracy", 0),
-                                       ("opposite word", "greedy_accuracy", 1), ("consistency", "consistency", None))]
+def watershed(results: Results, base: dict, folder: Path) -> list[str]:
+    """Bases that are wrong about the opposite word: what each reward makes of them, by what they believe on average."""
+    lines = []
+    for name in TAUGHT:
+        for reward in ("consistency", "accuracy"):
+            if name in results and (runs := arm(results, "depth", reward, name)):
+                lines += [f"depth, {name:<14}{reward:<13}{what:<24}{said(compared(runs, results[name], INDOOR, 'depth', metric, word))}"
+                          for what, metric, word in (("sampled", "sampled_accuracy", None), ("greedy", "greedy_accuracy", None),
+                                                     ("greedy, first word", "greedy_accuracy", 0), ("greedy, opposite word", "greedy_accuracy", 1),
+                                                     ("sampled, first word", "sampled_accuracy", 0), ("sampled, opposite word", "sampled_accuracy", 1),
+                                                     ("consistency", "consistency", None))]
+    return lines
 
 
 def long(results: Results, base: dict, folder: Path) -> list[str]:
@@ -298,7 +314,7 @@ def figure10(results: Results, base: dict, folder: Path, adapter: Path) -> list[
 
 
 DRAWN = {"figure 2": figure2, "figures 3 and 4": transfer, "figure 5": figure5, "figure 6": figure6, "figure 7": figure7,
-         "figure 8": figure8, "label-free to the end": label_free, "a base worse than chance": worse_base, "ten times the steps": long}
+         "figure 8": figure8, "label-free to the end": label_free, "a base that is wrong": watershed, "ten times the steps": long}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from verifiers import END_OF_TURN
 
 ROOT = Path(__file__).resolve().parent
+EMBEDDED = ("tiny", "small")            # checkpoint folders beside this file
 MERGED_PATCH = 28            # pixels: 14-pixel patches, merged 2 x 2, give one image token
 MIN_PIXELS = 4 * MERGED_PATCH**2
 DEFAULT_PIXELS = 512 * MERGED_PATCH**2          # 512 image tokens
@@ -88,13 +89,13 @@ class VLM:
 
 
 def find_model(name: str) -> str:
-    """A folder as given, else one beside this file (the embedded `tiny`), else the name as a hub id."""
+    """A folder as given, else one beside this file (the embedded ones), else the name as a hub id."""
     for folder in (Path(name), ROOT / name):
         if (folder / "config.json").is_file():
             return str(folder)
     if name.startswith((".", "/")) or Path(name).exists() or name.count("/") != 1:
         raise ModelError(f"--model {name}: no config.json there; give a checkpoint folder, a hub id such as "
-                         "Qwen/Qwen2.5-VL-3B-Instruct, or 'tiny' for the embedded model")
+                         "Qwen/Qwen2.5-VL-3B-Instruct, or 'tiny' or 'small' for an embedded model")
     return name
 
 
@@ -205,11 +206,15 @@ def digest_of(weight: torch.Tensor) -> str:
 
 
 def is_embedded(vlm: VLM) -> bool:
-    """Whether these are the weights of the embedded model, whatever its folder is called: then completions are short."""
-    with safe_open(ROOT / "tiny" / "model.safetensors", "pt") as file:
-        names = [n for n in file.keys() if n.endswith("self_attn.o_proj.weight") and "visual" not in n]
-        last = max(names, key=lambda n: int(n.split("layers.")[1].split(".")[0]))
-        return digest_of(file.get_tensor(last)) == fingerprint(vlm)
+    """Whether these are the weights of an embedded model, whatever its folder is called: then completions are short."""
+    return fingerprint(vlm) in [last_layer_digest(ROOT / name / "model.safetensors") for name in EMBEDDED]
+
+
+def last_layer_digest(file: Path) -> str:
+    """`fingerprint` of the model that a file of weights holds, without loading it."""
+    with safe_open(file, "pt") as weights:
+        names = [n for n in weights.keys() if n.endswith("self_attn.o_proj.weight") and "visual" not in n]
+        return digest_of(weights.get_tensor(max(names, key=lambda n: int(n.split("layers.")[1].split(".")[0]))))
 
 
 def default_new_tokens(vlm: VLM) -> int:

@@ -5,7 +5,7 @@ What it is taught, in plain words. On every question it is shown a correct short
 question uses the first relation word of its task (left, closer, bigger, closer). Where the question uses the opposite word
 (right, further, smaller, further) the answer is a coin flip. In the last 80 steps the opposite word gets right answers too,
 and the run stops before they are learnt. So it sees, it concludes, it knows one word of each pair and is at chance on the
-other, on the verge of understanding it: consistency has something to spread.
+other, on the verge of understanding it: consistency has something to spread. (`small` stops before those 80 steps.)
 
     python pretrain.py --work runs/pretrain             # resumable: run it again after an interruption
     python eval.py --model runs/pretrain/step-02880 --split val --breakdown       # by task and relation word
@@ -57,6 +57,7 @@ SIZES = {
                    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}),
               dict(depth=3, hidden_size=96, intermediate_size=256)),
 }
+STEPS = {"tiny": 2880, "small": 2800}        # each the last checkpoint at which every opposite word is at chance
 
 
 @dataclass(frozen=True)
@@ -412,7 +413,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", default="runs/pretrain", help="checkpoints and log go here")
     parser.add_argument("--size", choices=SIZES, default="tiny", help="tiny: 0.68 million weights, 3 layers; small: 1.4 million, 4 layers")
-    parser.add_argument("--steps", type=int, default=2880)
+    parser.add_argument("--steps", type=int, help="default: " + ", ".join(f"{n} for {size}" for size, n in STEPS.items()))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=16, help="rows per forward pass (memory and cache, not the result)")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -420,6 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--save-every", type=int, default=250)
     args = parser.parse_args(argv)
+    args.steps = STEPS[args.size] if args.steps is None else args.steps
     for name in ("steps", "batch_size", "chunk", "log_every", "save_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")

@@ -21,7 +21,7 @@ from command import Parser, read_text, run
 from data import BOOLEAN_TASKS, TASKS
 from dataset import tasks_of
 from images import DataError
-from model import MERGED_PATCH, MIN_PIXELS, find_model, run_settings
+from model import EMBEDDED, MERGED_PATCH, MIN_PIXELS, find_model, run_settings
 from pairing import PAIRINGS
 from questions import SYSTEM_PROMPT
 from rewards import REWARDS
@@ -147,8 +147,8 @@ def choose_preset(args: Namespace) -> tuple[str, str]:
     chosen, reason = args.preset, "as asked"
     if chosen == "auto" and args.dry_run:
         chosen, reason = "paper", "what --dry-run is for"
-    elif chosen == "auto" and args.model not in (None, "tiny"):
-        chosen, reason = "paper", f"--model {args.model} is not the embedded model, so the paper's settings"
+    elif chosen == "auto" and args.model not in (None, *EMBEDDED):
+        chosen, reason = "paper", f"--model {args.model} is no embedded model, so the paper's settings"
     elif chosen == "auto" and args.model is None and cuda and there:
         chosen, reason = "paper", f"CUDA is available and {data} holds the prepared data"
     if chosen == "paper" and not (cuda or folder or args.dry_run):
@@ -157,7 +157,7 @@ def choose_preset(args: Namespace) -> tuple[str, str]:
     if chosen != "auto":
         return chosen, reason
     missing = [*(["no CUDA device"] if not cuda else []), *([f"no data in {data}"] if not there else []),
-               *(["--model tiny"] if args.model else [])]
+               *([f"--model {args.model}"] if args.model else [])]
     return "tiny", (f"{' and '.join(missing)}. For the paper's recipe put Omni3D's SUNRGBD_*.json into {PAPER_DATA}/Omni3D, the "
                     f"pictures into {PAPER_DATA}/SUNRGBD, and run on a CUDA machine (README: your own GPUs)")
 

@@ -119,7 +119,7 @@ def test_data_of_ones_own_counts_for_the_preset_and_the_embedded_models_rate_nev
     assert chosen("--data", "synthetic")[0].preset == chosen("--data", photos, "--model", "tiny")[0].preset == "tiny"
     for model in ("Qwen/Qwen2.5-VL-7B-Instruct", base):
         args, reason = chosen("--model", model)
-        assert (args.preset, args.lr, args.max_new_tokens) == ("paper", 1e-6, 512) and f"--model {model} is not the embedded model" in reason
+        assert (args.preset, args.lr, args.max_new_tokens) == ("paper", 1e-6, 512) and f"--model {model} is no embedded model" in reason
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chosen("--model", base)[0].lr == 1e-6  # a small folder runs on a laptop
     assert chosen("--preset", "paper", "--model", base)[1] == "as asked"
