@@ -226,7 +226,7 @@ def teach_base(name: str, work: Path, size: Size) -> None:
     folder = taught_base(name, work)
     if not (folder / "config.json").is_file():
         draft = folder.with_suffix(".tmp")
-        save(teach(lesson, min(150, 10 * size.steps)), draft)
+        save(teach(lesson, min(150, size.steps)), draft)
         draft.replace(folder)
 
 
