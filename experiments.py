@@ -42,6 +42,7 @@ INDOOR, OUTDOOR = "synthetic", "synthetic-outdoor"
 NUMERIC_TASKS = ("counting", "abs_distance")
 SEEDS = {"depth": range(5)}                  # of training; three for every other task
 NOISE = (0.1, 0.2, 0.3, 0.4)
+PAIRS = (1, 8)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ def pairings(tasks: tuple[str, ...], seeds: int) -> list[Run]:
         task, "consistency", *(() if p == "minimal" else (p, "--pairing", p)), seeds=seeds, outdoor=p == "minimal"))]
 
 
+def pairs_per_step() -> list[Run]:
+    """Figure 8 with fewer and with more pairs in a step than the 4 of the others: the noise of a pairing averages out over them."""
+    return [BASE, *(r for n in PAIRS for p in ("minimal", "minimal_vertex", "one_to_all") for r in over_seeds(
+        "depth", "consistency", f"{p}-pairs{n}", "--pairing", p, "--pairs-per-device", str(n), tasks=("depth",)))]
+
+
 def second_size() -> list[Run]:
     """Figure 2 with a model of twice as many weights, as the paper has 3B and 7B."""
     return [BASE_SMALL, *(r for task in ("depth", "orientation", "size", "distance") for reward in ("consistency", "accuracy")
@@ -129,6 +136,8 @@ FIGURES = {
     "figure7": lambda: [BASE, *(r for task in NUMERIC_TASKS for reward in ("consistency", "accuracy")
                                 for r in over_seeds(task, reward, tasks=(task,)))],
     "figure8_others": lambda: pairings(("orientation", "size", "distance"), 2),
+    "pairs_per_step": pairs_per_step,
+    "joint_long": lambda: over_seeds("joint", "consistency", "long", long=4),   # as the paper gives joint training 2,000 steps, not 500
     "long": lambda: [BASE, *(r for reward in ("consistency", "accuracy")
                              for r in over_seeds("depth", reward, "long", seeds=1, tasks=("depth",), long=10))],
 }

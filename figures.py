@@ -27,7 +27,7 @@ from compare import half_width  # noqa: E402
 from data import BOOLEAN_TASKS  # noqa: E402
 from dataset import evaluation_pair, to_prompt  # noqa: E402
 from eval import Settings, held_out_examples  # noqa: E402
-from experiments import INDOOR, NOISE, NUMERIC_TASKS, OUTDOOR, TAUGHT, read_results, unpacked  # noqa: E402
+from experiments import INDOOR, NOISE, NUMERIC_TASKS, OUTDOOR, PAIRS, TAUGHT, read_results, unpacked  # noqa: E402
 from grpo import rollout  # noqa: E402
 from images import DataError  # noqa: E402
 from model import load_base_and_adapter  # noqa: E402
@@ -166,6 +166,9 @@ def figure5(results: Results, base: dict, folder: Path) -> list[str]:
             bars[reward] = float(np.mean([c["value"] for c in each]))
             lines.append(f"joint, {reward:<25}{100 * greedy.mean():5.1f} -> {bars[reward]:5.1f}  ({len(runs)} seeds)")
             lines += [f"    {task:<28}{said(c)}" for task, c in zip(BOOLEAN_TASKS, each)]
+    if runs := arm(results, "joint", "consistency", "long"):
+        lines.append("joint, consistency, four times the steps")
+        lines += [f"    {task:<28}{said(compared(runs, base, INDOOR, task))}" for task in BOOLEAN_TASKS]
     if not bars:
         return []
     figure, axis = plt.subplots(figsize=(6.5, 3.2))
@@ -246,6 +249,17 @@ def figure8(results: Results, base: dict, folder: Path) -> list[str]:
     return lines
 
 
+def pairs_per_step(results: Results, base: dict, folder: Path) -> list[str]:
+    """Pairing with 1, 4 and 8 pairs in a step, on depth. A table."""
+    lines = []
+    for pairing, n in product(("minimal", "minimal_vertex", "one_to_all"), sorted((*PAIRS, 4))):
+        variant = [f"{pairing}-pairs{n}"] if n != 4 else [] if pairing == "minimal" else [pairing]
+        if runs := arm(results, "depth", "consistency", *variant):
+            lines.append(f"depth, {pairing:<16}{n} pairs  {said(compared(runs, base, INDOOR, 'depth'))}  "
+                         f"probe above 90 % from step {' '.join(str(first_above(r['curve'], 0.9)) for r in runs)}")
+    return lines if any("-pairs" in name for name in results) else []
+
+
 def label_free(results: Results, base: dict, folder: Path) -> list[str]:
     """Pairs by 2D boxes alone; the paper's transforms against the full set. A table."""
     lines = []
@@ -314,7 +328,7 @@ def figure10(results: Results, base: dict, folder: Path, adapter: Path) -> list[
 
 
 DRAWN = {"figure 2": figure2, "figures 3 and 4": transfer, "figure 5": figure5, "figure 6": figure6, "figure 7": figure7,
-         "figure 8": figure8, "label-free to the end": label_free, "a base that is wrong": watershed, "ten times the steps": long}
+         "figure 8": figure8, "pairs per step": pairs_per_step, "label-free to the end": label_free, "a base that is wrong": watershed, "ten times the steps": long}
 
 
 def main(argv: list[str] | None = None) -> int:

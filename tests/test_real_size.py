@@ -19,6 +19,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VL
 
 import dataset
 import preflight
+import pretrain
 import train
 from dataset import draw_pair, draw_uniforms, load_examples, to_prompt
 from grpo import backward, backward_repeated, completion_logprobs, rollout
@@ -148,6 +149,18 @@ def test_the_completion_limit_goes_by_the_weights_and_not_by_the_folders_name(ba
     assert is_embedded(copy) and default_new_tokens(copy) == 48
     assert not is_embedded(other) and default_new_tokens(other) == 512
     assert is_embedded(load_vlm("tiny", CPU, torch.bfloat16))
+
+
+@fast
+@pytest.mark.parametrize("size, millions", [("tiny", 0.68), ("small", 1.45)])
+def test_an_embedded_model_is_what_pretrain_builds_with_the_size_that_the_readme_states(size, millions):
+    vlm = load_vlm(size, CPU)
+    built = pretrain.build_model(vlm.tokenizer, 0, size)
+    assert {n: p.shape for n, p in built.named_parameters()} == {n: p.shape for n, p in vlm.base.named_parameters()}
+    assert sum(p.numel() for p in built.parameters()) / 1e6 == pytest.approx(millions, abs=0.005)
+    assert is_embedded(vlm) and f"{millions} million weights" in (ROOT / size / "README.md").read_text()
+    args, reason = train.settle(train.parse_arguments(["--task", "depth", "--model", size]))
+    assert args.preset == "tiny" and f"--model {size}" in reason
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -258,6 +258,11 @@ def test_numeric_verifier_is_the_ratio_of_smaller_to_larger():
         assert verify(y, y_prime, False) == verify(y_prime, y, False)
 
 
+def test_numeric_verifier_pulls_upwards_against_a_uniform_draw_of_1_2_3():
+    earned = [float(np.mean([verify(y, z, False) for z in (1.0, 2.0, 3.0)])) for y in (1.0, 2.0, 3.0)]
+    assert earned == pytest.approx([11 / 18, 13 / 18, 2 / 3]) and earned[2] > earned[0]
+
+
 def test_numeric_verifier_at_the_edges():
     assert verify(0.0, 0.0, False) == 1.0
     assert verify(0.0, 3.0, False) == verify(3.0, 0.0, False) == 0.0
