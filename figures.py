@@ -60,7 +60,8 @@ def compared(runs: list[dict], base: dict, domain: str, task: str, metric: str =
     before = unpacked(base["tests"][domain][task][metric])[:n]                                  # (n,)
     chosen = np.ones(n, bool) if word is None else unpacked(base["tests"][domain][task]["relation"])[:n] == word
     change = (after.mean(0) - before)[chosen]                                                   # (n',)
-    return {"value": 100 * after[:, chosen].mean(), "base": 100 * before[chosen].mean(), "change": 100 * change.mean(),
+    return {"value": 100 * after[:, chosen].mean(), "base": 100 * before[chosen].mean(), "base_half": 100 * half_width(before[chosen]),
+            "change": 100 * change.mean(),
             "half": 100 * half_width(change), "seeds": len(runs), "n": int(chosen.sum()),
             "spread": 100 * after[:, chosen].mean(1).std(ddof=1) if len(runs) > 1 else float("nan"),
             "each": (100 * after[:, chosen].mean(1)).round(1).tolist()}
@@ -94,7 +95,7 @@ def figure2(results: Results, base: dict, folder: Path) -> list[str]:
                 for metric in ("greedy_accuracy", "sampled_accuracy", "consistency", "blind_accuracy"):
                     c = compared(runs, untrained, INDOOR, task, metric)
                     lines.append(f"{title}{metric:<18}{said(c)}")
-                    if metric == "greedy_accuracy":
+                    if metric == "sampled_accuracy":
                         bars[task, reward] = c
                 lines += [f"{title}{name:<18}{said(compared(runs, untrained, INDOOR, task, word=w))}"
                           for w, name in enumerate(("  first word", "  opposite word"))]
@@ -106,7 +107,7 @@ def figure2(results: Results, base: dict, folder: Path) -> list[str]:
     for axis, (size, bars) in zip(axes.flat, panels.items()):
         draw_bars(axis, bars)
         axis.set_title(f"{size}, {MILLIONS[size]} million weights", fontsize=10)
-    axes[0, 0].set_ylabel("greedy accuracy, %")
+    axes[0, 0].set_ylabel("accuracy of sampled answers, %")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), ncols=3, loc="outside upper center", frameon=False)
     save(figure, folder, "figure2")
     return lines
@@ -119,9 +120,8 @@ def draw_bars(axis, bars: dict[tuple[str, str], dict]) -> None:
         for x, task in enumerate(tasks):
             c = bars.get((task, kind)) or (bars.get((task, "consistency")) if kind == "base" else None)
             if c:
-                value = c["base"] if kind == "base" else c["value"]
-                error = 196 * (value / 100 * (1 - value / 100) / c["n"]) ** 0.5 if kind == "base" else c["half"]
-                axis.bar(x + 0.27 * (i - 1), value, 0.25, yerr=error, capsize=2, color=COLOURS[kind], label=label if x == 0 else None)
+                value, half = (c["base"], c["base_half"]) if kind == "base" else (c["value"], c["half"])
+                axis.bar(x + 0.27 * (i - 1), value, 0.25, yerr=half, capsize=2, color=COLOURS[kind], label=label if x == 0 else None)
     axis.axhline(50, color="k", lw=0.6, ls=":")
     axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylim=(40, 102))
 
@@ -344,8 +344,10 @@ def main(argv: list[str] | None = None) -> int:
     text = []
     for title, draw in DRAWN.items():
         text += [f"\n{title}: {draw.__doc__.splitlines()[0]}", *(draw(results, results["base"], folder) or ["    not run"])]
-    text += [f"\nfigure 10: {figure10.__doc__}", *(figure10(results, results["base"], folder, Path(args.adapter)) or ["    not run"])]
-    (folder / "experiments.txt").write_text(__doc__.split("\n\n")[1] + "\n" + "\n".join(text) + "\n")
+    title, file = f"\nfigure 10: {figure10.__doc__}", folder / "experiments.txt"
+    before = file.read_text().partition(title + "\n")[2].splitlines() if file.is_file() else []      # without its adapter it stays as it was
+    text += [title, *(figure10(results, results["base"], folder, Path(args.adapter)) or before or ["    not run"])]
+    file.write_text(__doc__.split("\n\n")[1] + "\n" + "\n".join(text) + "\n")
     print("\n".join(text))
     return 0
 
