@@ -164,4 +164,6 @@ def test_all_experiments_together_run_quickly_and_every_figure_is_drawn_from_the
                          "--adapter", str(work / "depth-consistency-0")]) == 0
     text = (tmp_path / "drawn" / "experiments.txt").read_text()
     assert "not run" not in text
+    assert figures.main(["--results", str(work / "experiments.jsonl"), "--out", str(tmp_path / "drawn"), "--adapter", "nothing"]) == 0
+    assert (tmp_path / "drawn" / "experiments.txt").read_text() == text  # what figure 10 showed stays where its adapter is gone
     assert {f.name for f in (tmp_path / "drawn").glob("*.png")} == {f"{n}.png" for n in ("figure2", "figure3_4", "figure5", "figure6", "figure8", "figure10", "long")}
