@@ -46,7 +46,7 @@ def forbid_answers(monkeypatch, boxes=True):
     def label(*_, **__):
         raise AssertionError("an answer was read")
     for module in list(sys.modules.values()):                    # everywhere it may have been imported
-        if getattr(module, "ground_truth", None) is ground_truth and module.__name__ != __name__:
+        if vars(module).get("ground_truth") is ground_truth and module.__name__ != __name__:   # vars: no lazy import of a library's
             monkeypatch.setattr(module, "ground_truth", label)
     monkeypatch.setattr(data, "gap", label)
     for attribute in ("corners", "volume"):
