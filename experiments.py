@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 import train
 from checkpoint import read_log, whole_rows
-from contradict import teach
 from command import Parser, quiet_libraries, run as run_command
+from contradict import teach
 from data import BOOLEAN_TASKS
 from eval import SAMPLES, Settings, evaluate, held_out_examples
 from images import DataError
@@ -40,6 +40,7 @@ from questions import ground_truth
 
 INDOOR, OUTDOOR = "synthetic", "synthetic-outdoor"
 NUMERIC_TASKS = ("counting", "abs_distance")
+BY_IMPORTANCE = ("depth", "orientation", "size", "distance")      # the boolean tasks, as their runs are made and listed
 SEEDS = {"depth": range(5)}                  # of training; three for every other task
 NOISE = (0.1, 0.2, 0.3, 0.4)
 PAIRS = (1, 8)
@@ -89,7 +90,7 @@ def over_seeds(task: str, *arguments, seeds: int = 3, **changed) -> list[Run]:
 
 def main_arms() -> list[Run]:
     """Figures 2, 3 and 4: with and without labels on each boolean task, tested on all four in both domains."""
-    return [BASE, *(r for task in ("depth", "orientation", "size", "distance") for reward in ("consistency", "accuracy")
+    return [BASE, *(r for task in BY_IMPORTANCE for reward in ("consistency", "accuracy")
                     for r in over_seeds(task, reward, seeds=5, outdoor=True))]
 
 
@@ -107,7 +108,7 @@ def pairs_per_step() -> list[Run]:
 
 def second_size() -> list[Run]:
     """Figure 2 with a model of twice as many weights, as the paper has 3B and 7B."""
-    return [BASE_SMALL, *(r for task in ("depth", "orientation", "size", "distance") for reward in ("consistency", "accuracy")
+    return [BASE_SMALL, *(r for task in BY_IMPORTANCE for reward in ("consistency", "accuracy")
                           for r in over_seeds(task, reward, "small", tasks=(task,), model="small"))]
 
 
@@ -135,7 +136,7 @@ FIGURES = {
     "figure5": lambda: [BASE, *(r for reward in ("consistency", "accuracy", "vote", "entropy") for r in over_seeds("joint", reward))],
     "figure7": lambda: [BASE, *(r for task in NUMERIC_TASKS for reward in ("consistency", "accuracy")
                                 for r in over_seeds(task, reward, tasks=(task,)))],
-    "figure8_others": lambda: pairings(("orientation", "size", "distance"), 2),
+    "figure8_others": lambda: pairings(BY_IMPORTANCE[1:], 2),
     "pairs_per_step": pairs_per_step,
     "joint_long": lambda: over_seeds("joint", "consistency", "long", long=4),   # as the paper gives joint training 2,000 steps, not 500
     "long": lambda: [BASE, *(r for reward in ("consistency", "accuracy")

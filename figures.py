@@ -27,7 +27,7 @@ from compare import half_width  # noqa: E402
 from data import BOOLEAN_TASKS  # noqa: E402
 from dataset import evaluation_pair, to_prompt  # noqa: E402
 from eval import Settings, held_out_examples  # noqa: E402
-from experiments import INDOOR, NOISE, NUMERIC_TASKS, OUTDOOR, PAIRS, TAUGHT, read_results, unpacked  # noqa: E402
+from experiments import BY_IMPORTANCE, INDOOR, NOISE, NUMERIC_TASKS, OUTDOOR, PAIRS, TAUGHT, read_results, unpacked  # noqa: E402
 from grpo import rollout  # noqa: E402
 from images import DataError  # noqa: E402
 from model import load_base_and_adapter  # noqa: E402
@@ -223,7 +223,7 @@ def figure7(results: Results, base: dict, folder: Path) -> list[str]:
 def figure8(results: Results, base: dict, folder: Path) -> list[str]:
     """How K answers meet K answers: own task, the mean of the three others, the curve over steps. (Seconds: benchmark.py.)"""
     lines, curves = [], {}
-    for task in ("depth", "orientation", "size", "distance"):
+    for task in BY_IMPORTANCE:
         for pairing in PAIRINGS:
             runs = arm(results, task, "consistency", *([] if pairing == "minimal" else [pairing]))
             if not runs:

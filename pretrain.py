@@ -25,6 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration)
 
 import scenes
+from checkpoint import trim_log
 from command import Parser, run as run_command
 from data import BOOLEAN_TASKS, TASKS, examples
 from model import MIN_PIXELS, VLM, Qwen2VLImageProcessorPil, make_prompt
@@ -365,8 +366,7 @@ def train(args: Namespace) -> None:
         probe.load_state_dict(saved["probe"])
         optimiser.load_state_dict(saved["optimiser"])
         start = saved["step"]
-        rows = [row for row in (run / "log.jsonl").read_text().splitlines() if json.loads(row)["step"] <= start]
-        (run / "log.jsonl").write_text("".join(row + "\n" for row in rows))
+        trim_log(run / "log.jsonl", start)
     loader = torch.utils.data.DataLoader(Batches(vlm, args), batch_size=None, num_workers=1, prefetch_factor=4,
                                          sampler=range(start, args.steps))
     sums, began = {}, time.time()
@@ -412,7 +412,7 @@ def save(vlm: VLM, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", default="runs/pretrain", help="checkpoints and log go here")
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="tiny: 0.68 million weights, 3 layers; small: 1.4 million, 4 layers")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="tiny: 0.68 million weights, 3 layers; small: 1.45 million, 4 layers")
     parser.add_argument("--steps", type=int, help="default: " + ", ".join(f"{n} for {size}" for size, n in STEPS.items()))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=16, help="rows per forward pass (memory and cache, not the result)")

@@ -74,9 +74,13 @@ def torchrun(tmp_path, calls, *options):
     """The process of `torchrun OPTIONS driver.py`."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(driver), str(ROOT), str(TESTS), json.dumps(calls)]
-    return subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
+    return launched(tmp_path, *options, str(driver), str(ROOT), str(TESTS), json.dumps(calls))
+
+
+def launched(tmp_path, *arguments):
+    """The process of `torchrun ARGUMENTS`."""
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *arguments], cwd=tmp_path,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def output_of(process, timeout=600):
@@ -197,10 +201,8 @@ def test_an_exception_on_one_rank_ends_the_job_within_a_minute_and_shows_its_tra
 # --- in one process ---------------------------------------------------------------------------------------------------
 def test_an_evaluation_shared_by_two_ranks_is_that_of_one_and_is_written_and_printed_once(tmp_path, capsys):
     asked = ["--tasks", "depth", "--n", "40", "--max-new-tokens", "24", "--diagnostics"]  # 40: more than one rank's batch of 32
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--", str(ROOT / "eval.py"), *asked,
-               "--out", str(tmp_path / "two.json")]
-    out = finished(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                                    stderr=subprocess.STDOUT, text=True))
+    out = finished(launched(tmp_path, "--standalone", "--nproc_per_node", "2", "--", str(ROOT / "eval.py"), *asked,
+                            "--out", str(tmp_path / "two.json")))
     assert evaluation.main([*asked, "--out", str(tmp_path / "one.json")]) == 0
     one, two = (json.loads((tmp_path / f"{name}.json").read_text())["sources"] for name in ("one", "two"))
     assert one == two and out.count("greedy_accuracy") == 1
